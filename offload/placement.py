@@ -28,7 +28,9 @@ _UNITS = {"TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "
 
 
 class PlacementError(ValueError):
-    """An invalid placement: its text, and what is wrong with it."""
+    """An invalid placement: its text, what is wrong with it, and a `hint` if somebody knows what to try."""
+
+    hint = ""
 
     def __init__(self, text: str, fact: str) -> None:
         super().__init__(text, fact)

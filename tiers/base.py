@@ -72,8 +72,6 @@ class Tier(ABC):
     """Whether `view` returns the bytes as a tensor."""
     pinned = False
     """Whether its memory is registered for direct GPU copies."""
-    durable = False
-    """Whether the bytes outlive the process."""
     stores = True
     """Whether what was written can be read back (false for dry runs)."""
     alignment = 1

@@ -79,7 +79,7 @@ class Copier:
         self, source: Tensor, target: Tensor, after: Sequence[Transfer], events: TierEvents
     ) -> Transfer:
         for earlier in after:
-            _settle(earlier)
+            _wait_for(earlier)
         direction = "across" if source.is_cuda and target.is_cuda else "up" if target.is_cuda else "down"
         device = target.device if target.is_cuda else source.device
         callers = {device: current_stream(device)}
@@ -106,7 +106,7 @@ class Copier:
 def _copy_on_host(source: Tensor, target: Tensor, position: torch.cuda.Event | None, after: Sequence[Transfer]) -> None:
     # The queue is FIFO: everything this waits for was submitted earlier, so the threads cannot deadlock.
     for earlier in after:
-        _settle(earlier)
+        _wait_for(earlier)
         if earlier.event is not None:
             earlier.event.synchronize()
     if position is not None:
@@ -114,7 +114,7 @@ def _copy_on_host(source: Tensor, target: Tensor, position: torch.cuda.Event | N
     target.copy_(source)
 
 
-def _settle(earlier: Transfer) -> None:
+def _wait_for(earlier: Transfer) -> None:
     try:
         earlier.wait_for_host()
     except TierError:

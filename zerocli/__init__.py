@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zerocli.engine.states.ema import EMA as EMA
     from zerocli.errors import Refused as Refused
     from zerocli.layout.recompute import Recompute as Recompute
+    from zerocli.models.lora import lora as lora
     from zerocli.run.own_loop import shard as shard
 
 _LAZY = {
@@ -32,6 +33,7 @@ _LAZY = {
     "ParamGroup": "zerocli.engine.optimizer.groups",
     "ProfilerRanges": "zerocli.engine.events",
     "Recompute": "zerocli.layout.recompute",
+    "lora": "zerocli.models.lora",
     "Refused": "zerocli.errors",
     "Corrupted": "offload.verify",
 }

@@ -53,7 +53,7 @@ def bar(**settings: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
     """Show how much of `total` is done: a bar on a terminal, a line now and then elsewhere; yield what counts more."""
     if sys.stderr.isatty():
         with bar(total=total, unit=unit, unit_scale=unit == "B", desc=what) as made:

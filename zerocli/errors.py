@@ -32,6 +32,19 @@ class UserError(Exception):
         return "\n".join([*self.lines, f"try: {self.hint}"] if self.hint else self.lines)
 
 
+class WrongValue(ValueError):
+    """A wrong argument; `hint` is what to try on the command line."""
+
+    def __init__(self, message: str, hint: str):
+        super().__init__(message)
+        self.hint = hint
+
+
+def user_error(error: ValueError) -> UserError:
+    """Return a wrong argument as a user's error, with its hint if it has one."""
+    return UserError(str(error), hint=getattr(error, "hint", ""))
+
+
 class Refused(RuntimeError):
     """Something that sharding cannot do exactly, refused before it gives a wrong number; says what to do instead."""
 
@@ -47,6 +60,8 @@ class Problem:
     place: str
     fact: str
     suggestion: str = ""
+    hint: str = ""
+    """What to try on the command line."""
 
     def __str__(self) -> str:
         meant = f"; did you mean {self.suggestion}?" if self.suggestion else ""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import click
 import pytest
@@ -18,6 +19,8 @@ from zerocli.cli import main as cli
 from zerocli.cli import train
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
+from zerocli.plan.search import automatic
+from zerocli.plan.setup import Setup
 from zerocli.plan.time import bench as plan_bench
 from zerocli.run.processes import launch
 
@@ -90,7 +93,7 @@ def test_the_flags_of_train_are_these():
     assert sorted(options) == sorted(
         "--stage --offload --auto --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir "
         "--resume --check --dry-run --json --set --init-from --lr --accumulate --epochs --save-every --eval-every "
-        "--deepspeed".split()
+        "--deepspeed --lora --base".split()
     )
 
 
@@ -180,7 +183,7 @@ def test_a_yaml_config_is_shown_as_toml_without_pyyaml(tmp_path, capsys, monkeyp
 
 
 def test_fit_ends_with_the_command_that_trains_it(tmp_path, capsys):
-    """All that was asked is in it; adapters, which train has not yet, and bare counts have none."""
+    """All that was asked is in it; bare counts have none."""
 
     def ask(*words):
         assert cli.run(["fit", *words]) == 0
@@ -195,7 +198,8 @@ def test_fit_ends_with_the_command_that_trains_it(tmp_path, capsys):
     assert ask("tiny", "--ranks", "16", "--stage", "1", "--offload", "none").startswith(
         "torchrun --nnodes 2 --nproc-per-node 8 -m zerocli train tiny --stage 1"
     )
-    assert ask("7.5B") == ask("tiny", "--lora", "4") == ""
+    assert ask("7.5B") == ""
+    assert "--ranks 2 --lora 4:c_attn" in ask("tiny", "--ranks", "2", "--lora", "4:c_attn")
     shape = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
@@ -330,13 +334,15 @@ def test_env_is_one_document(capsys, tmp_path):
 
 def test_env_measures_and_remembers(capsys, monkeypatch, tmp_path):
     bench = SimpleNamespace(
-        bench_dram_hbm=lambda nbytes: {"copy": 12.5}, bench_nvme=lambda paths, nbytes, seconds: {"read": 3.25}
+        bench_dram_hbm=lambda nbytes, seconds: {"copy": 12.5}, bench_nvme=lambda paths, nbytes, seconds: {"read": 3.25}
     )
     monkeypatch.setitem(sys.modules, "tiers.bench", bench)
     monkeypatch.setattr(sys.modules.get("tiers") or __import__("tiers"), "bench", bench, raising=False)
     monkeypatch.setattr(plan_bench, "_compute_rates", lambda: {"fp32": 0.5})  # takes seconds
     assert cli.run(["env", "--bench", "--nvme-path", str(tmp_path), "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)["bench"]
+    out, told = capsys.readouterr()
+    assert told.index("measuring 1 of 3: host memory") < told.index("copy 12.5 GB/s") < told.index("measuring 2 of 3")
+    measured = json.loads(out)["bench"]
     assert measured["dram_hbm"]["result"] == {"copy": 12.5} and measured[str(tmp_path)]["result"] == {"read": 3.25}
     assert cli.run(["env"]) == 0
     out = capsys.readouterr().out
@@ -409,3 +415,23 @@ def test_a_working_directorys_own_folders_are_not_taken_for_ours(tmp_path):
     program = "import zerocli, offload.placement, tiers.errors; print(offload.__file__)"
     found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert Path(found.stdout.strip()).parent.parent == Path(cli.__file__).parents[2], found.stderr
+
+
+def test_a_disk_that_nobody_measured_is_measured_once(monkeypatch, tmp_path):
+    """`--auto` may choose it: a preset's rate was five times too fast."""
+    asked: list[Any] = []
+
+    def measured(paths: list[str], nbytes: int, seconds: float) -> dict[str, float]:
+        asked.append(paths)
+        return {"read": 2.0, "write": 1.0, "both": 0.5}
+
+    bench = SimpleNamespace(bench_nvme=measured)
+    monkeypatch.setitem(sys.modules, "tiers.bench", bench)
+    monkeypatch.setattr(sys.modules.get("tiers") or __import__("tiers"), "bench", bench, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    paths = (str(tmp_path),)
+    lines = plan_bench.measure_unknown(plan_bench.gather(paths), paths)
+    assert lines == [f"measured disk {tmp_path}: read 2 GB/s, write 1 GB/s, both 0.5 GB/s"]
+    assert plan_bench.measure_unknown(plan_bench.gather(paths), paths) == [] and len(asked) == 1
+    setup = Setup(device="cpu", ranks=2, ranks_per_node=2)
+    assert automatic.hardware_here(paths, setup, 1 << 30).disk == 0.5

@@ -26,7 +26,7 @@ from zerocli.cli import main as cli
 from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.config.options import RunOptions
 from zerocli.config.schema import FIELDS
-from zerocli.console import counting, say
+from zerocli.console import progress, say
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, UserError
 from zerocli.profile.lines import Line
 from zerocli.ranks import store
@@ -215,14 +215,14 @@ def test_the_bar_has_the_learning_rate_in_80_columns_and_messages_stand_above_it
     frames = terminal(80, train).replace("\r\n", "\n").replace("\x1b[A", "")
     for frame in re.split(r"[\r\n]", frames):
         assert len(frame) <= 80, frame
-    assert re.search(r"3/12345 \|.{8,}\| \d\d:\d\d<\S+ loss 12.3456 lr 1.0e-03 1.23M tokens/s", frames)
+    assert re.search(r"3/12345 \|.{4,}\| \d\d:\d\d<\S+ loss 12.3456 lr 1.0e-03 1.23M tokens/s", frames)
     for said in ("evaluation after step 1: loss 1.0", "evaluation after step 3: loss 1.0", "the end"):
         assert re.search(rf"(^|[\r\n]){said}\n", frames), frames
 
 
 def test_counting_shows_how_much_is_done(monkeypatch, capsys):
     def count() -> None:
-        with counting("reading", 4, "pass") as done:
+        with progress("reading", 4, "pass") as done:
             done(3)
             say("meanwhile")
 

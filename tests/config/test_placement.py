@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from offload.placement import ACTIVATIONS, HBM, KINDS, Placement, PlacementError, Share
 from tiers import registry
-from zerocli.cli import fit
 from zerocli.cli import main as cli
+from zerocli.cli.fit_question import flags_of
 from zerocli.config import from_dict, load, placement_at, read_placement, refuse_placement, to_dict
 from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
@@ -76,11 +76,11 @@ def test_every_way_in_reads_a_text_alike(text):
     found = outcome(lambda: read_placement(text))
     assert outcome(lambda: Settings(offload=text).offload) == found  # type: ignore[arg-type]
     assert outcome(lambda: Setup(offload=text).offload) == found  # type: ignore[arg-type]
-    given = {"batch": None, "seq": None, "precision": None, "offload": text}
+    given = dict.fromkeys(("batch", "seq", "precision", "lora", "base")) | {"offload": text}
     ways = [
         lambda: load("tiny", flags={"offload.placement": text}).offload.placement,
-        lambda: setup_of(read_source("tiny", (), fit._flags(given)).config).offload,
-        lambda: setup_of(read_source("7B", (), fit._flags(given)).config).offload,
+        lambda: setup_of(read_source("tiny", (), flags_of(given)).config).offload,
+        lambda: setup_of(read_source("7B", (), flags_of(given)).config).offload,
         lambda: refuse_placement(text) or read_placement(text),
     ]
     for way in ways:

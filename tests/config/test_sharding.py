@@ -98,6 +98,7 @@ def test_every_key_that_engine_and_plan_read_arrives_there(monkeypatch):
                 verify=True,
             ),
             parallel=dataclasses.replace(Config.parallel, tp=2),
+            lora=dataclasses.replace(Config.lora, base="nf4"),
         )
     )
     default = sharding_of(Config())

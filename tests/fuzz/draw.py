@@ -20,7 +20,7 @@ EVENTS = ("freeze", "unfreeze", "no_grad", "inference", "state", "gathered", "ed
 EVENTS += ("plain_edit", "plain_load", "deepcopy", "unsharded")
 AFTER = ("grad", "hand_grad")
 CALLS = ("reuse", "unused", "raw", "detach", "aux", "inner", "checkpoint", "reentrant", "other", "second_input")
-MODEL = ("mlp", "nested", "tied", "shared", "frozen", "outside", "method", "returned_object")
+MODEL = ("mlp", "nested", "tied", "shared", "frozen", "adapted", "outside", "method", "returned_object")
 SETTINGS = ("stage0", "stage1", "stage2", "stage3", "cpu", "nvme", "budget", "buffers", "accumulate", "partial")
 SETTINGS += ("bf16", "mixed", "keep_fp32", "buckets", "clip", "adamw", "decay", "recompute", "class", "leaves", "list")
 SETTINGS += ("stale", "selective")
@@ -198,6 +198,7 @@ class _Drawing:
             kind=kind,
             hidden=self.draw(st.sampled_from((WIDTH, 9))) if kind == "mlp" else WIDTH,
             frozen=self.rarely("frozen", 8),
+            adapted=kind in ("linear", "mlp") and self.rarely("adapted", 6),
             half=setting.precision == "bf16" and not setting.keep_fp32 and self.rarely("mixed", 3),
             children=tuple(self.block(Setting(), 1) for _ in range(1 + self.upto(1))) if kind == "nested" else (),
             caches=not self.half and self.rarely("cached", 40),

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from fuzz.program import TOKENS, WIDTH, Block
+from zerocli.config import LoraConfig
+from zerocli.models.lora import adapt
 
 
 class Boom(Exception):
@@ -271,6 +273,8 @@ def make_part(block: Block) -> Part:
     part.caches = block.caches
     if block.half:
         part.bfloat16()
+    if block.adapted:
+        adapt(part, LoraConfig(rank=2))
     if block.frozen:
         part.requires_grad_(False)
     return part

@@ -39,6 +39,8 @@ class Block(Plain):
     hidden: int = WIDTH
     """Inner width of an mlp: blocks of equal and unequal sizes."""
     frozen: bool = False
+    adapted: bool = False
+    """Its linear layers are frozen and have adapters of low rank."""
     half: bool = False
     """Its parameters are bf16 in a model whose others are fp32."""
     children: tuple[Block, ...] = ()

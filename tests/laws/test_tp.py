@@ -24,7 +24,7 @@ from toys import Uneven
 import zerocli
 from zerocli.config import ModelConfig, load
 from zerocli.config.options import RunOptions
-from zerocli.engine.states import states
+from zerocli.engine.states import held
 from zerocli.engine.tensor_parallel import Cut, TensorParallel, local_numel
 from zerocli.engine.units.unit import MASTER
 from zerocli.errors import UserError
@@ -94,7 +94,7 @@ def replicated_digest(engine) -> str:
     engine.synchronize()
     digest = hashlib.sha256()
     for flat in engine.flats():
-        whole = states.join_parts(engine.collectives, flat, states.read_held(flat, MASTER, engine.device))
+        whole = held.join_parts(engine.collectives, flat, held.read_held(flat, MASTER, engine.device))
         digest.update(whole[flat.replicated :].numpy().tobytes())
     return digest.hexdigest()
 

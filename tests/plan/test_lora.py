@@ -12,14 +12,15 @@ import torch
 from ranks import run_ranks
 from torch import nn
 
+from zerocli import config as configs
 from zerocli.cli import main as cli
-from zerocli.config import ModelConfig
+from zerocli.config import LoraConfig, ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.models import build
+from zerocli.models import lora as lora_of_models
 from zerocli.plan.blocks.families import read_shape
 from zerocli.plan.blocks.inputs import shape_of
-from zerocli.plan.blocks.lora import Lora, parse_lora
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.memory import tape
@@ -33,46 +34,15 @@ from zerocli.plan.setup import Setup
 SMALL = ModelConfig(layers=4, hidden=32, heads=4, vocab=150)
 
 
-class Adapted(nn.Module):
-    """A frozen projection of several parts, some with adapters."""
-
-    def __init__(self, base: nn.Linear, widths: dict[str, int], lora: Lora) -> None:
-        super().__init__()
-        self.base, self.widths, self.scale = base, widths, 2.0
-        chosen = lora.of(*widths)
-        self.a = nn.ModuleDict({name: nn.Linear(base.in_features, lora.rank, False) for name in chosen})
-        self.b = nn.ModuleDict({name: nn.Linear(lora.rank, widths[name], False) for name in chosen})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.base(x)
-        return torch.add(y, self._change(x), alpha=self.scale)
-
-    def _change(self, x: torch.Tensor) -> torch.Tensor:
-        parts = [
-            self.b[name](self.a[name](x)) if name in self.a else x.new_zeros(*x.shape[:-1], width)
-            for name, width in self.widths.items()
-        ]
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+def asked(text: str) -> LoraConfig:
+    """Return what `--lora TEXT` asks for; further words are keys."""
+    text, *more = text.split(" ")
+    return configs.load("tiny", more, {"lora.rank": text}).lora
 
 
-def adapt(decoder: Any, model: ModelConfig, lora: Lora) -> Any:
-    """Freeze a built-in model and give it adapters."""
-    decoder.requires_grad_(False)
-    llama = model.family == "llama"
-    head = model.hidden // model.heads
-    keys = (model.kv_heads or model.heads) * head
-    for block in decoder.blocks:
-        inner = block.mlp.down.in_features
-        up = {"gate": inner, "up": inner} if llama else {"up": inner}
-        places = [
-            (block.attention, "qkv", {"q": model.hidden, "k": keys, "v": keys}),
-            (block.attention, "out", {"out": model.hidden}),
-            (block.mlp, "gate_up" if llama else "up", up),
-            (block.mlp, "down", {"down": model.hidden}),
-        ]
-        for owner, name, widths in places:
-            if lora.of(*widths):
-                setattr(owner, name, Adapted(getattr(owner, name), widths, lora))
+def adapt(decoder: Any, model: ModelConfig, lora: LoraConfig) -> Any:
+    """Give a built-in model adapters, as a run does."""
+    lora_of_models.adapt(decoder, lora, lora_of_models.names_there(model))
     return decoder
 
 
@@ -80,13 +50,16 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"stage": 0}, "4"),
     ({"family": "llama", "kv_heads": 2, "tie": False}, {"stage": 0}, "4"),
     ({"family": "llama"}, {"stage": 1}, "4:q,v"),
-    ({}, {"stage": 2}, "4:q,v"),
+    ({}, {"stage": 2}, "4:c_attn"),
     ({"family": "llama", "tie": False}, {"stage": 3}, "8"),
     ({"family": "llama", "tie": False}, {"stage": 2, "recompute": True}, "8"),
     ({"dropout": 0.1}, {"stage": 3, "recompute": True}, "4"),
     ({"family": "llama"}, {"stage": 3, "offload": "cpu"}, "4:q,v"),
     ({"family": "llama"}, {"stage": 2, "offload": "optimizer=cpu", "recompute": 2}, "4:down"),
     ({"layers": 12}, {"stage": 3, "offload": "params=cpu", "accumulate": 2}, "2:up,out"),
+    ({"family": "llama", "tie": False}, {"stage": 3}, "4 lora.dropout=0.1 lora.save_modules=embed_tokens,lm_head"),
+    ({}, {"stage": 2}, "4 lora.save_modules=wte"),
+    ({"family": "llama", "tie": False}, {"stage": 0}, "4:.*mlp.*_proj lora.save_modules=lm_head"),
 ]
 
 
@@ -96,7 +69,7 @@ def measured(changes: dict[str, Any], setup: dict[str, Any], text: str, batch: i
     live = LiveBytes()
     with live:
         with torch.device("meta"):
-            decoder = adapt(build(model, seq, "meta"), model, parse_lora(text))
+            decoder = adapt(build(model, seq, "meta"), model, asked(text))
         engine = Engine(decoder, Settings(**setup, units=decoder.unit_modules(), device="cpu", clip=1.0))
         for _ in range(2):
             for _ in range(setup.get("accumulate", 1)):
@@ -114,7 +87,7 @@ def _measure_all(cases: list, batch: int, seq: int, precision: str) -> list:
 
 
 def planned(changes: dict[str, Any], setup: dict[str, Any], text: str, world: int) -> tuple[Shape, Plan]:
-    shape = shape_of(dataclasses.replace(SMALL, **changes), 24).adapted(parse_lora(text))
+    shape = shape_of(dataclasses.replace(SMALL, **changes), 24).adapted(asked(text))
     given = {"ranks": world, "ranks_per_node": world, "batch": 4, "seq": 24, "device": "cpu", "precision": "fp32"}
     return shape, plan_model(shape, Setup(**(given | setup)))
 
@@ -127,7 +100,7 @@ def adds_in_new_memory(monkeypatch, forget_plans):
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_plan_of_adapters_is_what_the_engine_takes(world, adds_in_new_memory):
-    cases = CASES if world > 1 else CASES[1:8:3]
+    cases = CASES if world > 1 else [*CASES[1:8:3], *CASES[10:]]
     ranks = run_ranks(world, _measure_all, cases, 4, 24, "fp32")
     for (changes, setup, text), *found in zip(cases, *ranks, strict=True):
         shape, plan = planned(changes, setup, text, world)
@@ -154,10 +127,11 @@ def saved_nbytes(block: nn.Module, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("width", [4, 2], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("text", ["8", "4:q,v", "4:down", "2:up,out"])
+@pytest.mark.parametrize("text", ["8", "4:q,v", "4:down", "2:up,out", "4 lora.dropout=0.1"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_frozen_block_keeps_what_its_adapters_need(family, text, width):
-    model, lora = dataclasses.replace(SMALL, family=family), parse_lora(text)
+    model = dataclasses.replace(SMALL, family=family, mlp_hidden=48)
+    lora = asked(text if family == "llama" else text.replace("q,v", "qkv"))
     dtype = torch.float32 if width == 4 else torch.bfloat16
     block = adapt(build(model, 8), model, lora).to(dtype).blocks[0]
     measured = saved_nbytes(block, torch.randn(2, 8, 32, dtype=dtype, requires_grad=True))
@@ -175,12 +149,16 @@ def test_adapters_are_counted_as_peft_counts_them():
     values |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100}
     shape = read_shape(values, {}, "llama")
     own = {key: value for key, value in values.items() if key != "model_type"}
-    for text, modules in (("8", "all-linear"), ("4:q,v", ["q_proj", "v_proj"]), ("2:o,down", ["o_proj", "down_proj"])):
+    for text, modules in (
+        ("8", "all-linear"),
+        ("4:q,v", ["q_proj", "v_proj"]),
+        ("2:out,mlp.down_proj", ["o_proj", "down_proj"]),
+    ):
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**own))
-        made = peft.get_peft_model(model, peft.LoraConfig(r=parse_lora(text).rank, target_modules=modules))
+        made = peft.get_peft_model(model, peft.LoraConfig(r=asked(text).rank, target_modules=modules))
         trained, everything = made.get_nb_trainable_parameters()
-        adapted = shape.adapted(parse_lora(text))
+        adapted = shape.adapted(asked(text))
         assert (adapted.trainable_numel, adapted.numel) == (trained, everything)
 
 
@@ -188,9 +166,9 @@ def test_adapters_are_counted_as_peft_counts_them():
     ("name", "text", "modules"),
     [
         ("GPT2", "8", ["c_attn", "c_proj", "c_fc"]),
-        ("GPT2", "4:q,v", ["c_attn"]),
+        ("GPT2", "4:c_attn", ["c_attn"]),
         ("Phi3", "8", "all-linear"),
-        ("Phi3", "2:k,up", ["qkv_proj", "gate_up_proj"]),
+        ("Phi3", "2:qkv,gate_up_proj", ["qkv_proj", "gate_up_proj"]),
         ("GPTNeoX", "8", "all-linear"),
         ("Falcon", "8", "all-linear"),
         ("Bloom", "8", "all-linear"),
@@ -205,11 +183,10 @@ def test_one_adapter_for_several_projections_is_counted_as_peft_counts_it(name, 
     config = getattr(transformers, f"{name}Config")(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    lora = parse_lora(text)
+    lora = asked(text)
     made = peft.get_peft_model(model, peft.LoraConfig(r=lora.rank, target_modules=modules))
     adapted = read_shape(config.to_dict(), {}, config.model_type).adapted(lora)
-    less = sum(own - theirs for own, theirs in adapted.adapters_in_common().values())
-    assert adapted.trainable_numel - less == made.get_nb_trainable_parameters()[0]
+    assert adapted.trainable_numel == made.get_nb_trainable_parameters()[0]
 
 
 def ask(capsys, *words):
@@ -237,10 +214,10 @@ def test_fit_counts_states_of_adapters_alone(capsys):
     "words,said",
     [
         (["llama3-8b", "--lora", "0"], "is not a rank"),
-        (["llama3-8b", "--lora", "16:qq"], "there is no projection 'qq'"),
+        (["llama3-8b", "--lora", "16:qq"], "no block of llama has a projection qq; there are q, k, v, out, gate, up"),
         (["gpt2-124m", "--lora", "16:gate"], "no block of gpt2 has a projection gate"),
-        (["llama3-8b", "--lora", "16", "--tp", "2"], "--lora with --tp 2 is not planned"),
-        (["7.5B", "--lora", "16"], "for models with a shape"),
+        (["llama3-8b", "--lora", "16", "--tp", "2"], "tp 2"),
+        (["7.5B", "--lora", "16"], "a bare count has no layers"),
     ],
 )
 def test_what_is_not_planned_is_refused(words, said, capsys):
@@ -250,7 +227,7 @@ def test_what_is_not_planned_is_refused(words, said, capsys):
 
 def frozen_factory() -> nn.Module:
     """A model with adapters, as a factory would build it."""
-    return adapt(build(SMALL, 24, "meta"), SMALL, parse_lora("4:q,v"))
+    return adapt(build(SMALL, 24, "meta"), SMALL, asked("4:c_attn,up"))
 
 
 def _measure_factory(setup: dict[str, Any]) -> int:
@@ -272,13 +249,53 @@ def _measure_factory(setup: dict[str, Any]) -> int:
 def test_a_traced_factory_with_frozen_parameters_is_what_the_engine_takes(stage):
     setup = {"stage": stage, "precision": "fp32"}
     peak = max(run_ranks(2, _measure_factory, setup))
-    asked = Setup(**setup, ranks=2, ranks_per_node=2, batch=4, seq=24, device="cpu")
+    two = Setup(**setup, ranks=2, ranks_per_node=2, batch=4, seq=24, device="cpu")
 
     def make() -> nn.Module:
         with torch.device("meta"):
             return frozen_factory()
 
-    traced = trace("frozen", make, asked)
-    plan = traced.plan(asked)
-    assert traced.trainable_numel == shape_of(SMALL, 24).adapted(parse_lora("4:q,v")).trainable_numel
+    traced = trace("frozen", make, two)
+    plan = traced.plan(two)
+    assert traced.trainable_numel == shape_of(SMALL, 24).adapted(asked("4:c_attn,up")).trainable_numel
     assert peak * 0.99 <= plan.allocated <= peak * 1.02, (peak, plan.allocated)
+
+
+def plain_factory() -> nn.Module:
+    """A built-in model, as anybody's factory."""
+    return build(SMALL, 24, "meta")
+
+
+def test_fit_adapts_what_it_traces(tmp_path, monkeypatch, capsys):
+    """A factory's model, and a family of transformers that has no formula, get their adapters before the trace."""
+    words = (
+        "--lora",
+        "4:qkv,up",
+        "--batch",
+        "2",
+        "--seq",
+        "24",
+        "--ranks",
+        "1",
+        "--stage",
+        "0",
+        "--precision",
+        "fp32",
+    )
+    _, found = ask(capsys, f"{__name__}:plain_factory", *words, "--hardware", "h100")
+    shape = shape_of(SMALL, 24).adapted(asked("4:qkv,up"))
+    assert found["model"]["trainable_parameters"] == shape.trainable_numel
+    assert found["model"]["parameters"] == shape.numel
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    values = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 100, "state_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    whole = ("--batch", "2", "--seq", "8", "--ranks", "1", "--stage", "0", "--hardware", "h100")
+    _, plain = ask(capsys, str(tmp_path / "config.json"), *whole)
+    _, few = ask(capsys, str(tmp_path / "config.json"), *whole, "--lora", "2:in_proj")
+    assert few["model"]["trainable_parameters"] == 2 * 2 * (32 + 128)  # two blocks of rank 2
+    states = [
+        sum(row["bytes"] for row in each["candidates"][0]["rows"] if row["category"] == "optimizer_states")
+        for each in (plain, few)
+    ]
+    assert 0 < states[1] < states[0] / 20

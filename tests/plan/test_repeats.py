@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from zerocli.config import LoraConfig
 from zerocli.errors import UserError
 from zerocli.layout.flats import place
 from zerocli.layout.recompute import Recompute
-from zerocli.plan.blocks.lora import Lora
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory import flats as plan_flats_module
 from zerocli.plan.memory import initialisation, step
@@ -95,7 +95,7 @@ def test_a_few_blocks_give_the_plan_of_all(monkeypatch, forget_plans, seed, numb
         setup = random_setup(rng, shape, seq)
         if setup.tp == 1 and not shape.experts and rng.random() < 0.3:
             targets = rng.sample(["q", "v", "out", "up", "down"], rng.randint(1, 5))
-            shape = shape.adapted(Lora(4, tuple(targets)))
+            shape = shape.adapted(LoraConfig(4, tuple(targets)))
         few = plan_model(shape, setup)
         with monkeypatch.context() as patch:
             for module in (initialisation, step):

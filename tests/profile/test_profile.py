@@ -25,12 +25,13 @@ from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.search.recompute import MARGIN, needed_by
 from zerocli.plan.setup import setup_of
+from zerocli.plan.time.compute import model_flops
 from zerocli.profile import clock as clocks
 from zerocli.profile import page, table
 from zerocli.profile.clock import Segment, Span
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger
+from zerocli.profile.peak_rates import best_links, peak_tflops
 from zerocli.profile.profiler import links
-from zerocli.profile.rates import best_links, model_flops, peak_tflops
 
 TOKENS, HIDDEN, LAYERS = 2 * 32, 32, 3
 STAGE_0, STAGE_3 = ("zero.stage=0",), ("zero.stage=3",)

@@ -290,7 +290,8 @@ def test_a_dry_run_counts_what_is_built(family, tp):
 
     config = configs.load("tiny", [f"model.family={family}", "model.layers=5", f"parallel.tp={tp}"])
     model = make_model(config)
-    assert count_parameters(config) == (sum(p.numel() for p in model.parameters()), local_numel(model, tp))
+    numel = sum(p.numel() for p in model.parameters())
+    assert count_parameters(config) == (numel, local_numel(model, tp), numel)
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -121,11 +121,11 @@ REFUSED = {
     "train --max-length 8": ("--max-length", "--seq"),
     "train --grad-accum 8": ("--grad-accum", "--accumulate"),
     "train --optimizer sgd": ("--optimizer", "optimizer.name="),
-    "train --qlora": ("--qlora", "all parameters are trained"),
+    "train --qlora": ("--qlora", "--lora 16"),
     "train --load-in-4bit": ("--load-in-4bit", "--auto"),
     "train --set optimizer.learning_rate=1": ("learning_rate", "--set optimizer.lr=1"),
     "train --save-every sometimes": ("never", "zerocli train --help"),
-    "train adapter --data data.jsonl": ("holds an adapter", "merge_and_unload"),
+    "train adapter --data data.jsonl": ("holds an adapter", "zerocli train BASE --lora adapter --data FILE"),
     "train weights.gguf": ("GGUF", "hf download"),
     "train axolotl.yml": ("config of axolotl", "zerocli train ./Llama --data FILE --lr 0.0002"),
     "fit ./nowhere": ("no such file or folder", "configs ls"),
@@ -170,6 +170,7 @@ def test_a_dry_run_and_fit_have_the_shape_of_train(folder, tmp_path, capsys):
     ("name", "words"),
     [
         ("finetune-7b", "--ranks 1 --gpu-memory 80GB --host-memory 128GB --stage 2 --offload optimizer=cpu"),
+        ("lora-8b", "--hardware rtx4090 --ranks 1 --stage 2 --offload none"),
         ("pretrain-1b", "--hardware a100-80 --ranks 8 --stage 1 --offload none"),
     ],
 )

@@ -11,8 +11,8 @@ import torch
 
 import zerocli
 from zerocli import config as configs
-from zerocli.engine.optimizer.rates import slower_than_fp32
 from zerocli.garbage import long_lived
+from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile.lines import History
 from zerocli.run.output import report
 

@@ -10,7 +10,7 @@ from zoo.blocks import WIDTH, WORDS, Block, Regressor, Stack, pairs
 from zoo.case import case, either, trained
 
 BF16 = torch.bfloat16
-NEAR = 5e-3
+TOLERANCE = 5e-3
 
 
 class Fp32Head(Stack):
@@ -69,7 +69,7 @@ class Adapted(Stack):
 def _checks_dtypes(name: str, make, **about) -> None:
     """Enter a mixed model that must train and keep each parameter's dtype."""
 
-    @case(name, tolerance=NEAR, **about)
+    @case(name, tolerance=TOLERANCE, **about)
     def program(run):
         trainer = run.shard(make, precision="bf16")
         with torch.no_grad():
@@ -87,7 +87,7 @@ class CastsHead(Stack):
         return super().loss(x.to(self.head.weight.dtype), tokens)
 
 
-@case("keep-fp32-by-name", tolerance=NEAR, also=("stage0", "stage3-cpu"))
+@case("keep-fp32-by-name", tolerance=TOLERANCE, also=("stage0", "stage3-cpu"))
 def keep_fp32(run):
     """A model of fp32 alone is cast but for the parameters that are to stay."""
     trainer = run.shard(CastsHead, precision="bf16", keep_fp32="head", plain_fp32="head")
@@ -96,7 +96,7 @@ def keep_fp32(run):
     run.train(trainer, 3)
 
 
-@case("keep-fp32-norms-by-function", tolerance=NEAR)
+@case("keep-fp32-norms-by-function", tolerance=TOLERANCE)
 def keep_norms(run):
     """Norms in fp32 within blocks in bf16."""
 
@@ -114,9 +114,9 @@ def keep_norms(run):
     run.train(trainer, 3)
 
 
-trained("bf16", Stack, settings={"precision": "bf16"}, tolerance=NEAR, also=("stage3-cpu",))
-trained("bf16-accumulated-and-clipped", Stack, settings={"precision": "bf16", "clip": 0.1}, tolerance=NEAR)
-trained("fp16", Stack, settings={"precision": "fp16"}, tolerance=NEAR)
+trained("bf16", Stack, settings={"precision": "bf16"}, tolerance=TOLERANCE, also=("stage3-cpu",))
+trained("bf16-accumulated-and-clipped", Stack, settings={"precision": "bf16", "clip": 0.1}, tolerance=TOLERANCE)
+trained("fp16", Stack, settings={"precision": "fp16"}, tolerance=TOLERANCE)
 
 
 class State(nn.Module):
@@ -221,7 +221,7 @@ def doubles(run):
         trainer.step()
 
 
-@case("autocast", tolerance=NEAR, also=("stage3-cpu",))
+@case("autocast", tolerance=TOLERANCE, also=("stage3-cpu",))
 def autocast(run):
     """fp32 parameters, bf16 products by torch.autocast."""
     trainer = run.shard(Stack)
@@ -232,7 +232,7 @@ def autocast(run):
         trainer.step()
 
 
-@case("autocast-inside", tolerance=NEAR)
+@case("autocast-inside", tolerance=TOLERANCE)
 def autocast_inside(run):
     class Inside(Stack):
         def body(self, x):

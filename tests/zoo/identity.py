@@ -16,7 +16,7 @@ from zoo.case import case, refused, trained
 from zoo.graphs import Net
 
 BF16 = torch.bfloat16
-NEAR = 2e-2
+TOLERANCE = 2e-2
 
 
 @dataclasses.dataclass
@@ -174,7 +174,7 @@ def _filled(name: str, precision: str, tolerance: float) -> None:
 
 
 _filled("filled", "fp32", 1e-5)
-_filled("filled-bf16", "bf16", NEAR)
+_filled("filled-bf16", "bf16", TOLERANCE)
 
 
 # -- floating-point inputs under bf16 ----------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def _timesteps(run, step):
 
 
 def _uncast(name: str, make, batch, precision: str = "bf16") -> None:
-    @case(f"own-object-{name}", tolerance=NEAR, also=("stage1",))
+    @case(f"own-object-{name}", tolerance=TOLERANCE, also=("stage1",))
     def program(run):
         trainer = run.shard(make, precision=precision, plain_cast=False)
         for step in range(3):
@@ -255,7 +255,7 @@ def data(run):
         trainer.step()
 
 
-@case("own-object-cast-inputs", tolerance=NEAR)
+@case("own-object-cast-inputs", tolerance=TOLERANCE)
 def cast_inputs(run):
     """On request all floating-point inputs are cast, as the reference does."""
     settings = {"cast_inputs": True} if run.sharded else {}

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import zerocli
 from zoo.blocks import WIDTH, WORDS, Stack
 from zoo.case import case, trained
 
@@ -205,3 +206,24 @@ class Sampled(nn.Module):
 
 
 trained("variational-autoencoder", Sampled, lambda run, step: (run.randn(step, 4, WIDTH),))
+
+
+def _adapted(make=Stack, **settings):
+    """Return a function that builds a model with adapters, of which both matrices count from the first step."""
+
+    def build():
+        model = zerocli.lora(make(), **{"rank": 2} | settings)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".b"):
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        return model
+
+    return build
+
+
+trained("lora", _adapted(), also=("stage0", "stage1", "stage3-cpu"), gpu=True)
+trained("lora-dora-and-dropout", _adapted(dora=True, dropout=0.2), also=("stage3-cpu",))
+trained("lora-of-an-encoder", _adapted(Encoder, targets=["linear1", "linear2"]), also=("stage0",))
+trained("lora-and-a-whole-embedding", _adapted(targets="up", save_modules=["embed"]), also=("stage2-cpu", "stage3-cpu"))
+trained("lora-recomputed", _adapted(dropout=0.2), settings={"recompute": True}, also=("stage3-cpu",))

@@ -23,12 +23,13 @@ from zerocli.check.plain import NotPlain, Plain, train
 from zerocli.check.rows import COMPILED_FACTOR, FACTOR, Checklist, Row
 from zerocli.checkpoint.imports import load_weights
 from zerocli.config import Config, read_placement
-from zerocli.console import counting, say
+from zerocli.console import progress, say
 from zerocli.data.sources import open_batches, with_packing
 from zerocli.engine.api import open_process_group
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
+from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
 from zerocli.run.output import report
 from zerocli.run.steps import micro_step
@@ -136,7 +137,7 @@ class Ranks:
         """Return the model with memory, as without sharding."""
         torch.manual_seed(self.config.train.seed)
         if self.config.model.external:
-            return build_external(self.config.model, self.config.train.seq, "cpu")
+            return adapted(build_external(self.config.model, self.config.train.seq, "cpu"), self.config)
         return make_model(self.config, "cpu")
 
     # -- runs ------------------------------------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Ranks:
         by, note = "plain torch", ""
         try:
             passes = 2 * self.steps * self.config.train.accumulate * self.replicas
-            with counting("training without sharding", passes, "pass") as count:
+            with progress("training without sharding", passes, "pass") as count:
                 outcome, moved = (self._unsharded(start, device, off, count) for off in (False, True))
         except NotPlain as error:
             by, note = "the engine on one rank", str(error)

@@ -63,15 +63,26 @@ class Exported:
     """Whether it is a Hugging Face folder, which `zerocli train` takes as CONFIG."""
     tokenizer: bool = False
     """Whether a tokenizer.json lies beside the weights."""
+    adapters: str | None = None
+    """Of adapters: the base that they are for; empty if it has random weights."""
 
 
 def export(
-    run: str, step: int | None, out: Path, dtype: str, file_nbytes: int, say: Callable[[str], None] = lambda text: None
+    run: str,
+    step: int | None,
+    out: Path,
+    dtype: str,
+    file_nbytes: int,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    merge: bool = False,
+    base: str = "",
 ) -> Exported:
     """Write the parameters of a run's newest whole checkpoint (or that of `step`) to `out`, whole or not at all.
 
     `run` may also be a checkpoint's own folder. An empty `dtype` is that of the folder which the run began from, else
-    fp32. Damage is often found only while writing: what was written is then removed and the previous
+    fp32. Adapters are written as peft's folder, or with `merge` added to their base, which is in the folder `base` if
+    it was moved. Damage is often found only while writing: what was written is then removed and the previous
     checkpoint is tried, unless `step` names this one.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -79,7 +90,10 @@ def export(
     found = candidates(run, step)
     for path in found:
         try:
-            return write(path, read_manifest(path), out, dtype, file_nbytes)
+            manifest = read_manifest(path)
+            if with_adapters(manifest, merge):
+                return _export_adapters(path, manifest, out, dtype, file_nbytes, merge, base)
+            return write(path, manifest, out, dtype, file_nbytes)
         except Unreadable as error:
             raise UserError(str(error), exit_code=FAILURE) from None
         except Damaged as error:
@@ -113,12 +127,35 @@ def candidates(run: str, step: int | None) -> list[Path]:
     return wanted
 
 
+def with_adapters(manifest: Manifest, merge: bool) -> bool:
+    """Return whether a checkpoint is of adapters; UserError if there are none to merge."""
+    config = _config(manifest)
+    found = config is not None and config.lora.rank > 0
+    if merge and not found:
+        raise UserError("--merge: the run trained no adapters", hint="the same without --merge")
+    return found
+
+
+def _export_adapters(
+    path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int, merge: bool, base: str
+) -> Exported:
+    from zerocli.checkpoint.export_adapters import write_adapters, write_merged
+
+    config = _config(manifest)
+    assert config is not None
+    if base:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=base))
+    if merge:
+        return write_merged(path, manifest, config, out, dtype, file_nbytes)
+    return write_adapters(path, manifest, config, out, dtype)
+
+
 def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
     """Write one checkpoint's parameters to `out`, which is absent or empty; raise Damaged if it is not whole."""
     config = _config(manifest)
     source = path.absolute().parent.parent / source_files.FOLDER
     begun_from = source_files.config_of(source) if config and config.model.folder else None
-    dtype, why = (dtype, "as asked") if dtype else _dtype_of(begun_from)
+    dtype, why = (dtype, "as asked") if dtype else dtype_of(begun_from)
     theirs = source_files.names_of(source) if config and config.model.code == "transformers" else None
     reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
     names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
@@ -139,7 +176,7 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
         raise Damaged(f"it has no parameter {missing[0]}, which the model of its config has")
     if beside := sorted(set(names) - told):
         raise Damaged(f"it has a parameter {beside[0]}, which the model of its config does not have")
-    with _aside(out) as aside:
+    with export_folder(out) as aside:
         files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
         about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
         if begun_from is not None and config and not reason:
@@ -163,7 +200,7 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     )
 
 
-def _dtype_of(begun: dict[str, Any] | None) -> tuple[str, str]:
+def dtype_of(begun: dict[str, Any] | None) -> tuple[str, str]:
     """Return the dtype of the weights that a run began from, by their config.json, and the reason for it."""
     if begun is None:
         return "fp32", "as they are trained"
@@ -206,7 +243,7 @@ def _stored(manifest: Manifest, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _aside(out: Path) -> Iterator[Path]:
+def export_folder(out: Path) -> Iterator[Path]:
     """Yield a new folder to write into, which becomes `out`; on failure it is removed.
 
     An existing folder (the current folder, a mount point) is not replaced: files are moved into it, the config last.
@@ -288,13 +325,7 @@ def _write(
             groups.append([])
         groups[-1].append((mapping, entries))
         total += nbytes
-    free = shutil.disk_usage(aside).free
-    if total > free:
-        raise UserError(
-            f"{aside.parent}: {format_bytes(total)} needed, {format_bytes(free)} free there",
-            hint="an OUT on another disk, or --dtype bf16",
-            exit_code=DOES_NOT_FIT,
-        )
+    refuse_full_disk(aside, total)
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     names = names if len(groups) > 1 else [safetensors.SINGLE]
     with Reader(path, manifest) as reader:
@@ -307,6 +338,24 @@ def _write(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_text(aside / safetensors.INDEX, json.dumps(index, indent=2) + "\n")
     return names
+
+
+def refuse_full_disk(aside: Path, nbytes: int) -> None:
+    """Raise UserError if a disk has no room for as many bytes."""
+    free = shutil.disk_usage(aside).free
+    if nbytes > free:
+        raise UserError(
+            f"{aside.parent}: {format_bytes(nbytes)} needed, {format_bytes(free)} free there",
+            hint="an OUT on another disk, or --dtype bf16",
+            exit_code=DOES_NOT_FIT,
+        )
+
+
+def write_parameters(path: Path, manifest: Manifest, mapped: list[Mapping], file: Path, dtype: torch.dtype) -> None:
+    """Write some of a checkpoint's parameters to one file."""
+    group: list[tuple[Mapping | None, list[Entry]]] = [*_entries(manifest, mapped, dtype)]
+    with Reader(path, manifest) as reader, ThreadPoolExecutor(_threads(manifest, mapped)) as threads:
+        _fill(reader, file, group, threads)
 
 
 def _threads(manifest: Manifest, mapped: list[Mapping]) -> int:

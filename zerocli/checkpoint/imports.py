@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from zerocli.checkpoint.boxes import Box, boxes_of
+from zerocli.checkpoint.boxes import Box, Extent, boxes_of
 from zerocli.checkpoint.filling import Filler, Read
 from zerocli.checkpoint.safetensors import Weights
-from zerocli.checkpoint.sources import Source, source_of
+from zerocli.checkpoint.sources import Memory, Source, source_of
 from zerocli.checkpoint.state import extent_of, persistent_buffers, spread
 from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
@@ -21,6 +22,7 @@ from zerocli.errors import UserError
 from zerocli.layout.shards import Entry, Span
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
+from zerocli.models.lora import adapter_names
 from zerocli.ranks.startup import STARTUP
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -30,32 +32,15 @@ COMPARE_NUMEL = 4 << 20
 
 @torch.no_grad()
 def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
-    """Fill the engine's parameters from safetensors under our names or Hugging Face's; return which. Collective."""
+    """Fill the engine's parameters from safetensors under our names or Hugging Face's; return which. Collective.
+
+    Of an engine with a frozen base, these are the base's parameters, and those of modules that are trained whole.
+    """
     weights = Weights(path)
-    entries = [entry for flat in engine.flats() for entry in flat.layout.entries]
-    if model.code == "transformers":
-        by_name, names = _names_of_transformers(engine, weights, path, model)
-    else:
-        by_name, names = _names_of_ours([entry.name for entry in entries], weights, path, model)
-    shapes = {entry.name: extent_of(engine, entry.name, entry.shape) for entry in entries}
-    problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
-    if problems:
-        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=_hint(path, model))
-    engine.synchronize()
-    flats = list(engine.flats())
-    reads: list[Read] = []
-    others: list[Callable[[], None]] = []
-    for flat in flats:
-        for entry, source, mine, at in _owned(flat):
-            mapping, extent = by_name[entry.name], shapes[entry.name]
-            if not mapping.transposed and extent.shape == entry.shape:
-                reads += _runs(mapping, extent.shape, mine, source, at, weights)
-                continue
-            for box in boxes_of(extent, entry.shape, mine):
-                others.append(functools.partial(_write, source, at, mapping, extent.shape, box, weights))
-    kept = sum(flat.own.numel * flat.dtype.itemsize for flat in flats)
-    Filler(engine.device, kept).run(reads, others)
+    adapters = adapter_names(engine.model)
+    wanted = [name for name in names_of(engine) if name not in adapters]
+    by_name, names = names_in_files(engine.model, wanted, weights, model)
+    fill(engine, weights, {name: by_name[name] for name in wanted}, _hint(path, model))
     for name, buffer in persistent_buffers(engine.model):
         if name in by_name:
             values = weights.read(by_name[name].theirs[0], 0, buffer.numel())
@@ -64,13 +49,81 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
     return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
 
 
-def _owned(flat: Flat) -> Iterator[tuple[Entry, Source, Span, int]]:
-    """Yield each parameter of a flat that this rank owns a part of: (entry, its source, the part, its place there)."""
-    source, covered = source_of(flat, MASTER)
+def names_in_files(
+    module: nn.Module, wanted: list[str], weights: Weights, model: ModelConfig
+) -> tuple[dict[str, Mapping], str]:
+    """Return the tensors in the files of each of these parameters of a module, and whose names they have."""
+    if model.code == "transformers":
+        return _names_of_transformers(module, weights, str(weights.path), model)
+    return _names_of_ours(wanted, weights, str(weights.path), model)
+
+
+def names_of(engine: Engine) -> list[str]:
+    """Return the names of the engine's parameters."""
+    return [entry.name for flat in engine.flats() for entry in flat.layout.entries]
+
+
+@torch.no_grad()
+def fill(engine: Engine, weights: Weights, by_name: dict[str, Mapping], hint: str) -> None:
+    """Fill some of the engine's parameters, by name, from the tensors of files; `spread` must follow."""
+    path, flats = weights.path, list(engine.flats())
+    entries = [entry for flat in flats for entry in flat.layout.entries if entry.name in by_name]
+    shapes = {entry.name: extent_of(engine, entry.name, entry.shape) for entry in entries}
+    problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=hint)
+    engine.synchronize()
+    reads: list[Read] = []
+    others: list[Callable[[], None]] = []
+    for flat in flats:
+        if flat.codec:
+            continue
+        found = _reads(flat, source_of(flat, MASTER), by_name, shapes, weights)
+        reads += found[0]
+        others += found[1]
+    kept = sum(flat.spec.own_nbytes for flat in flats)
+    Filler(engine.device, kept).run(reads, others)
+    for flat in flats:
+        if flat.codec and any(entry.name in by_name for entry in flat.layout.entries):
+            # One flat at a time is whole in host memory; what stays of it is encoded.
+            values = torch.zeros(flat.own.numel, dtype=flat.dtype)
+            found = _reads(flat, (Memory(values), flat.own), by_name, shapes, weights)
+            Filler(torch.device("cpu"), values.nbytes).run(*found)
+            flat.write_own(values.to(engine.device))
+
+
+def _reads(
+    flat: Flat,
+    target: tuple[Source, Span],
+    by_name: dict[str, Mapping],
+    shapes: dict[str, Extent],
+    weights: Weights,
+) -> tuple[list[Read], list[Callable[[], None]]]:
+    """Return the reads that fill what this rank owns of a flat, and functions for what is not a run of elements.
+
+    `target` is what they fill, and the span of the flat that it covers.
+    """
+    reads: list[Read] = []
+    others: list[Callable[[], None]] = []
+    for entry, mine, at in _owned(flat, target[1]):
+        if entry.name not in by_name:
+            continue
+        mapping, extent = by_name[entry.name], shapes[entry.name]
+        if not mapping.transposed and extent.shape == entry.shape:
+            reads += _runs(mapping, extent.shape, mine, target[0], at, weights)
+            continue
+        for box in boxes_of(extent, entry.shape, mine):
+            others.append(functools.partial(_write, target[0], at, mapping, extent.shape, box, weights))
+    return reads, others
+
+
+def _owned(flat: Flat, covered: Span) -> Iterator[tuple[Entry, Span, int]]:
+    """Yield each parameter of a flat that this rank owns a part of: (entry, the part, its place in `covered`)."""
     for entry in flat.layout.entries:
         mine = entry.span.intersect(flat.own)
         if mine.numel:
-            yield entry, source, mine.shifted(-entry.offset), mine.start - covered.start
+            yield entry, mine.shifted(-entry.offset), mine.start - covered.start
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -91,15 +144,17 @@ def _names_of_ours(
 
 
 def _names_of_transformers(
-    engine: Engine, weights: Weights, path: str, model: ModelConfig
+    module: nn.Module, weights: Weights, path: str, model: ModelConfig
 ) -> tuple[dict[str, Mapping], str]:
     """Return the tensors of each parameter and buffer of a module of transformers; UserError if one has none."""
     from zerocli.models import transformers_names
 
-    found = transformers_names.in_files(engine.model, {name: e.shape for name, (_, e) in weights.entries.items()})
-    if found.missing:
-        more = f" and {len(found.missing) - 8} more" if len(found.missing) > 8 else ""
-        listed = ", ".join(found.missing[:8])
+    found = transformers_names.in_files(module, {name: e.shape for name, (_, e) in weights.entries.items()})
+    adapters = adapter_names(module)
+    missing = [name for name in found.missing if name not in adapters]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        listed = ", ".join(missing[:8])
         raise UserError(f"{path}: has no values for {listed}{more}", hint=_hint(path, model))
     for first, second in found.doubled:
         if not _equal(weights, first, second):

@@ -22,14 +22,16 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
 from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.engine.optimizer.optim import History
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states.buffers import is_plain, write_buffer
 from zerocli.engine.states.named import named_tensors
-from zerocli.engine.states.states import History, histories, load_histories
+from zerocli.engine.states.states import histories, load_histories
 from zerocli.engine.units.master import narrow
 from zerocli.engine.units.unit import MASTER, Flat
-from zerocli.errors import Refused
+from zerocli.errors import Refused, UserError
 from zerocli.layout.shards import Span
+from zerocli.models.lora import tied_names
 from zerocli.ranks.encoding import decode, encode
 
 if TYPE_CHECKING:
@@ -61,16 +63,24 @@ def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
 def state_parts(engine: Engine) -> Iterator[Part]:
     """Yield the parts of parameters and optimizer states that this rank owns, in the order of the next update."""
     for flat in (flat for unit in engine.gatherer.forward_order() for flat in unit.flats):
+        if all(_elsewhere(engine, entry.name) for entry in flat.layout.entries):
+            continue
         names = [(MASTER, "parameters"), *((n, f"optimizer/{n}") for n in engine.rule.state_names)]
         for array, prefix in names if flat.trainable else names[:1]:
             yield from _parts(engine, flat, array, prefix)
+
+
+def _elsewhere(engine: Engine, name: str) -> bool:
+    """Return whether a parameter belongs to a frozen base, which checkpoints do not hold."""
+    base = engine.settings.loaded_base
+    return base is not None and base.holds(name)
 
 
 def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part]:
     source, covered = source_of(flat, array)
     for entry in flat.layout.entries:
         mine = entry.span.intersect(flat.own)
-        if not entry.numel:
+        if not entry.numel or _elsewhere(engine, entry.name):
             continue
         extent = extent_of(engine, entry.name, entry.shape)
         run = mine.shifted(-entry.offset) if mine.numel else Span(0, 0)
@@ -120,6 +130,9 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
         },
         "reduce_order": engine.reducer.order(),
     }
+    if engine.settings.loaded_base is not None:
+        values["base"] = engine.settings.loaded_base.fingerprint
+        values["tied"] = tied_names(engine.model)
     return parts, values
 
 
@@ -212,8 +225,15 @@ def wanted(
     """Return the parts to fill from a checkpoint, and functions to call once they are filled.
 
     Without `training`, those are parameters and buffers: the engine's parameters are frozen, and it has no optimizer.
-    Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer.
+    Raises Mismatch, with every difference, if the checkpoint is of another model or optimizer, and UserError if its
+    adapters are of another base.
     """
+    base = engine.settings.loaded_base
+    if base is not None and manifest.values.get("base", base.fingerprint) != base.fingerprint:
+        raise UserError(
+            "the checkpoint's adapters were trained on another base: other weights than those of train.init_from",
+            hint="--set train.init_from=FOLDER of the model that the run began from",
+        )
     parts = {part.name: part for part in state_parts(engine)}
     afterwards: list[Callable[[], None]] = []
 

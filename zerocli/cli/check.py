@@ -21,7 +21,7 @@ from zerocli import config as configs
 from zerocli import machine
 from zerocli.check import table
 from zerocli.check.rows import Checklist, choose_rows
-from zerocli.cli.train import arguments
+from zerocli.cli.train import BASE_HELP, KEYS, arguments
 from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
@@ -34,16 +34,8 @@ STEPS = 3
 LARGEST = {"train.batch": 2, "train.seq": 128}
 """Maximum sizes unless the user sets them: little data shows differences as well as much."""
 CHECKLIST, RESULTS = "checklist.json", "results.jsonl"
-KEYS = {
-    "nvme_path": "offload.nvme_path",
-    "ranks": "parallel.ranks",
-    "tp": "parallel.tp",
-    "batch": "train.batch",
-    "seq": "train.seq",
-    "precision": "train.precision",
-    "data": "data.path",
-    "seed": "train.seed",
-}
+FLAGS = ("nvme_path", "ranks", "tp", "batch", "seq", "precision", "data", "seed", "lora", "base")
+"""Those of `train` that set the same config keys here."""
 
 
 @click.command()
@@ -59,6 +51,8 @@ KEYS = {
 )
 @click.option("--seq", type=int, metavar="N", help="Tokens per sequence; by default the config's, at most 128.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.")
+@click.option("--lora", metavar="RANK[:LAYERS]", help="Train adapters of this rank alone.")
+@click.option("--base", metavar="NAME", help=BASE_HELP)
 @click.option("--data", metavar="PATH", help="Text file or folder, .jsonl, .parquet, or tokens in .bin or .npy.")
 @click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
@@ -96,7 +90,7 @@ def command(
     if given["loop"] or given["optimizer"]:
         return _own_loop(ctx, source, sets, stage, offload, given)
     worker = worker_environment()
-    flags = {key: given[name] for name, key in KEYS.items()}
+    flags = {KEYS[name]: given[name] for name in FLAGS}
     if worker:
         die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
@@ -237,14 +231,14 @@ def _choose(
 def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
     """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
     from zerocli.plan.blocks.factory import count_external
-    from zerocli.plan.blocks.inputs import shape_of
+    from zerocli.plan.blocks.inputs import run_shape
     from zerocli.plan.report.preflight import plan_config
 
     if config.model.external:
         numel = count_external(config.model, config.train.seq)
         whole = 16 * numel  # parameters, gradients and Adam's two moments; activations are not known
     else:
-        numel = shape_of(config.model, config.train.seq).numel
+        numel = run_shape(config).numel
         alone = dataclasses.replace(
             config,
             parallel=dataclasses.replace(config.parallel, ranks=1, tp=1),

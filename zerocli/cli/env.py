@@ -10,7 +10,6 @@ from zerocli.console import show_json
 from zerocli.errors import OK
 from zerocli.plan.report.preflight import refuse_folders
 from zerocli.plan.time import bench
-from zerocli.plan.time.hardware import HOST
 
 
 @click.command()
@@ -51,29 +50,11 @@ def render(facts: dict[str, Any]) -> str:
     if not facts["gpus"]:
         rows.insert(2, ("GPU (hbm)", "none: the CPU computes, and host memory is reported as hbm"))
     for name, entry in facts["bench"].items():
-        rows.append((f"measured {name}", f"{_rates(entry['result'])} ({_age(entry['age'])})"))
+        rows.append((f"measured {name}", f"{bench.in_words(entry['result'])} ({_age(entry['age'])})"))
     if not facts["bench"]:
         rows.append(("measured", "nothing yet: zerocli env --bench --nvme-path DIR"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
-
-
-UNITS = (
-    dict.fromkeys(("products", "bf16", "fp16"), "TFLOPS")
-    | {"adam": "billion parameters/s"}
-    | dict.fromkeys(HOST, "s per block")
-)
-UNITS |= {"host_chunk": "s per chunk of an update", "host_transfer": "s per transfer of a chunk"}
-"""Units of measured rates and times; all others are in GB/s."""
-
-
-def _rates(result: Any) -> str:
-    """Return the rates of a measurement in words; counts, paths and the rates of raw copies are left out."""
-    if not isinstance(result, dict):
-        return str(result)
-    rates = {name: value for name, value in result.items() if isinstance(value, float) and "_ratio" not in name}
-    shown = [(name, value) for name, value in rates.items() if not name.startswith("raw_")] or list(rates.items())
-    return ", ".join(f"{name} {value:.3g} {UNITS.get(name, 'GB/s')}" for name, value in shown) or "nothing"
 
 
 def _age(seconds: float) -> str:

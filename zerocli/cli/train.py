@@ -48,8 +48,12 @@ KEYS = {
     "accumulate": "train.accumulate",
     "save_every": "checkpoint.every",
     "eval_every": "train.eval_every",
+    "lora": "lora.rank",
+    "base": "lora.base",
 }
 
+BASE_HELP = "With --lora: what the frozen base is stored in: bf16, int8 or nf4."
+LORA_HELP = "Train adapters of this rank alone: 16, 16:q_proj,v_proj, or a folder of adapters to go on from."
 DATA_HELP = "Text, documents (.jsonl, .json, .csv, .parquet) or tokens (.bin, .npy); documents may be repeated."
 
 
@@ -104,6 +108,10 @@ def config_options(function: Callable[..., Any], shown: Mapping[str, str] = DEFA
             help=f"Highest learning rate.  [default: {shown['lr']}]",
         ),
         click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.  [default: auto]"),
+        click.option("--lora", metavar="RANK[:LAYERS]|DIR", help=LORA_HELP),
+        click.option(
+            "--base", metavar="NAME", help="With --lora: what the frozen base is stored in: bf16, int8 or nf4."
+        ),
         click.option("--data", multiple=True, metavar="PATH[:WEIGHT]", help=DATA_HELP),
         click.option(
             "--eval-every",

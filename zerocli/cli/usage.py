@@ -15,11 +15,10 @@ import click
 from click.exceptions import NoSuchOption
 
 from offload.placement import Placement
-from zerocli.cli import elsewhere
+from zerocli.cli import other_programs
 from zerocli.config.schema import FIELDS, short
 from zerocli.console import quoted
 from zerocli.errors import USAGE, ConfigError, Problem, UserError, closest
-from zerocli.layout.shards import nearest_divisor
 
 _ASSIGNMENT = re.compile(r"(-{0,2})([a-z_]+\.)?([a-z_]+)=(.*)", re.DOTALL)
 _LINE = re.compile(r"(.+?):(\d+): ")
@@ -27,8 +26,6 @@ _LINE = re.compile(r"(.+?):(\d+): ")
 _UNIT = re.compile(r"[KMGT]i?B|[KMBT]")
 _VALUE = re.compile(r" is (not (?!one of \d+ layers)|below |above |beyond 64)")
 """In a fact about one value, not about a relation between two keys."""
-_STAGED = re.compile(r"placement .* (does not partition|partitions nothing)")
-_ANY_STAGE = "--stage 3, with which parameters, gradients and optimizer states may all leave the device"
 _WHOLE = "zerocli configs show tiny, which is a whole config: its sections and keys"
 # Flag -> a value that is right, where the default of its key is none.
 _EXAMPLES = {
@@ -50,7 +47,7 @@ _EXAMPLES = {
     "--nvme-space": "4TiB",
     "--hardware": "h100, or --hardware h100,h200",
     "--tokens": "1T",
-    "--lora": "16, or --lora 16:q,v",
+    "--lora": "16, or --lora 16:q_proj,v_proj",
     "--file-size": "5GB",
     "--data": "FILE",
     "--set": "SECTION.KEY=VALUE",
@@ -99,17 +96,8 @@ def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> st
     path = command_path(args, commands)
     if isinstance(error, ConfigError):
         return "\n".join(dict.fromkeys(_after(problem) or f"{path} --help" for problem in error.problems))
-    if _STAGED.search(str(error)):
-        return _ANY_STAGE
     if (flag := _PLACE.match(str(error))) and (example := _example(flag[1])):
         return f"{flag[1]} {example}"
-    if found := re.search(r"tp (\d+) does not divide \w+ (\d+)", str(error)):
-        return f"--tp {nearest_divisor(int(found[1]), int(found[2]))}"
-    if found := re.fullmatch(r"optimizer '([^']*)' is not one of (.*)", str(error)):
-        inside = [name for name in found[2].split(", ") if name in found[1].lower()]
-        return f"--set optimizer.name={max(inside, key=len, default='adamw')}"
-    if found := re.match(r"optimizer \w+ takes no '(\w+)'", str(error)):
-        return f"the same without optimizer.options.{found[1]}"
     if (found := _LINE.match(str(error))) and os.path.isfile(found[1]):
         return f"sed -n {found[2]}p {quoted(found[1])}, which shows the line; docs/data.md has the formats"
     return f"{path} --help"
@@ -117,14 +105,8 @@ def way_on(error: UserError, args: Sequence[str], commands: Iterable[str]) -> st
 
 def _after(problem: Problem) -> str:
     """Return what to try after one problem of a config; empty if nothing is known."""
-    if problem.suggestion.startswith("tp "):
-        ranks = re.search(r"tp (\d+) does not divide ranks (\d+)", problem.fact)
-        more = f", or --ranks {-(-int(ranks[2]) // int(ranks[1])) * int(ranks[1])}" if ranks else ""
-        return f"--{problem.suggestion}{more}"
-    if problem.suggestion.startswith("--"):
-        return problem.suggestion
-    if _STAGED.search(problem.fact):
-        return _ANY_STAGE
+    if problem.hint or problem.suggestion.startswith("--"):
+        return problem.hint or problem.suggestion
     key, equals, value = problem.place.removeprefix("--set ").partition("=")
     given = problem.place.startswith("--set ")
     if given and "." in problem.suggestion:
@@ -133,8 +115,6 @@ def _after(problem: Problem) -> str:
         name, _, rest = key.replace(":", " ").partition(" ")
         keys = _keys(name)
         return f"--set {keys[0]}={rest or as_text(FIELDS[keys[0]])}" if keys else _WHOLE
-    if beyond := re.search(r"seq \d+ is beyond the (\d+) positions", problem.fact):
-        return f"--seq {beyond[1]}"
     if given and key not in FIELDS:
         return _WHOLE
     if given:
@@ -160,7 +140,7 @@ def _first_option(name: str, args: Sequence[str], commands: Iterable[str]) -> st
 def _command(args: Sequence[str]) -> str:
     """Return our command for another program's; of a model or a config, the command that trains it."""
     word = args[0]
-    if ours := elsewhere.COMMANDS.get(word.lower()):
+    if ours := other_programs.COMMANDS.get(word.lower()):
         rest = shlex.join(args[1:]) if ours == "train" and args[1:2] not in (["run"], ["train"]) else ""
         return f"zerocli {ours} {rest}".rstrip()
     return f"zerocli train {shlex.join(args)}" if os.path.exists(word) or args[1:2] == ["--data"] else ""
@@ -225,14 +205,14 @@ def _option(error: NoSuchOption, args: Sequence[str], path: str) -> str:
         return f"{path} {next((word.lstrip('-') for word in args if word.startswith(error.option_name)), name)}"
     if f"--{name}" in there:
         return f"{path} --{name} {after}".rstrip()
-    ours = elsewhere.FLAGS.get(name, "")
+    ours = other_programs.FLAGS.get(name, "")
     if not ours and "--set" in there:
         same = KEYS.get(name.replace("-", "_")) or (_keys(name.replace("-", "_"), 0.8) or [""])[0]
         ours = f"--set {same}=" if same else ""
     near = difflib.get_close_matches(f"--{name}", there, n=1, cutoff=0.75)
     if near and not ours.startswith("--set"):
         ours = ours or near[0]
-    ours = ours or elsewhere.without_counterpart(name)
+    ours = ours or other_programs.without_counterpart(name)
     if ours.startswith("--") and ours.split()[0].rstrip(",") in there:
         return f"{path} {_with_value(ours, after)}"
     return "" if ours.startswith("--") else ours

@@ -10,12 +10,18 @@ from offload.placement import Placement
 from zerocli.config import file as configfile
 from zerocli.config.convert import convert
 from zerocli.config.laws import violations
+from zerocli.config.lora import read_lora
 from zerocli.config.schema import FIELDS, PRESETS, SECTIONS, Config, TrainConfig, get, short
 from zerocli.config.yaml import SUFFIXES as YAML
 from zerocli.errors import ConfigError, Problem, closest, quote
 
 # Flags that are not named after their key.
-_FLAGS = {"data.path": "--data", "offload.placement": "--offload", "checkpoint.every": "--save-every"}
+_FLAGS = {
+    "data.path": "--data",
+    "offload.placement": "--offload",
+    "checkpoint.every": "--save-every",
+    "lora.rank": "--lora",
+}
 # Names that other programs have for a key, without its section.
 _OTHER_NAMES = {
     "learning_rate": "optimizer.lr",
@@ -45,6 +51,18 @@ _OTHER_NAMES = {
     "eval_steps": "train.eval_every",
     "val_set_size": "data.split",
     "gradient_checkpointing": "activations.policy",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "target_modules": "lora.targets",
+    "lora_modules_to_save": "lora.save_modules",
+    "modules_to_save": "lora.save_modules",
+    "use_rslora": "lora.rslora",
+    "use_dora": "lora.dora",
     "num_hidden_layers": "model.layers",
     "hidden_size": "model.hidden",
     "num_attention_heads": "model.heads",
@@ -160,6 +178,8 @@ class _Draft:
             return
         if key == "data.path" and isinstance(value, (tuple, list)):
             return self._add_paths(value, place)
+        if key == "lora.rank" and isinstance(value, str):
+            return self._add_lora(value, place)
         field = FIELDS[key]
         try:
             self.values[key] = convert(field, value, raw)
@@ -173,6 +193,15 @@ class _Draft:
         except (ValueError, OverflowError) as error:
             self.problems.append(Problem(place, f"{short(key)} {error}"))
             self.bad.add(key)
+
+    def _add_lora(self, text: str, place: str) -> None:
+        """Set the keys that `--lora` gives: a rank, a rank and targets, or those of a folder of adapters."""
+        try:
+            for key, value in read_lora(text).items():
+                self.add(key, value, place)
+        except ValueError as error:
+            self.problems.append(Problem(place, f"lora {error}"))
+            self.bad.add("lora.rank")
 
     def _add_paths(self, paths: Sequence[object], place: str) -> None:
         """Set `data.path` to one path, or `data.mix` to several or to one with a weight."""
@@ -188,7 +217,7 @@ class _Draft:
             self.values["train.seq"] = min(positions, TrainConfig.seq)
         elif seq > positions and "model.positions" not in self.values:
             fact = f"seq {seq} is beyond the {positions} positions the model was made for"
-            self.problems.append(Problem(self.places["train.seq"], fact))
+            self.problems.append(Problem(self.places["train.seq"], fact, hint=f"--seq {positions}"))
 
     def finish(self) -> Config:
         config = build(self.values)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 
 from zerocli.console import quoted
-from zerocli.errors import ConfigError, Problem, closest
+from zerocli.errors import ConfigError, Problem, UserError, closest
+from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 LIST = "zerocli configs ls"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -20,14 +23,14 @@ _ADAPTER = "holds an adapter (adapter_config.json), which is no model without it
 DOWNLOAD = "hf download OWNER/NAME --local-dir NAME, of the model in safetensors; then zerocli train ./NAME --data FILE"
 
 
-def merging(folder: str) -> str:
-    """Return the command that writes an adapter and its base as one model."""
-    out = os.path.abspath(folder).rstrip("/") + "-merged"
-    code = (
-        "import sys; from peft import AutoPeftModelForCausalLM as M; i, o = sys.argv[1:]; "
-        "M.from_pretrained(i).merge_and_unload().save_pretrained(o)"
-    )
-    return f'python -c "{code}" {quoted(folder)} {quoted(out)}'
+def with_base(folder: str) -> str:
+    """Return the command that goes on from an adapter, with its base as far as it says which."""
+    base = "BASE"
+    with contextlib.suppress(OSError, ValueError, UserError):
+        values = json.loads(read_regular(os.path.join(folder, "adapter_config.json"), MAX_CONFIG_NBYTES))
+        found = values.get("base_model_name_or_path") if isinstance(values, dict) else None
+        base = found if isinstance(found, str) and os.path.isdir(found) else base
+    return f"zerocli train {quoted(base)} --lora {quoted(folder)} --data FILE"
 
 
 def unknown_source(source: str, names: Sequence[str]) -> ConfigError:
@@ -59,7 +62,7 @@ def other_json(path: str, values: Mapping[str, object]) -> ConfigError | None:
 def _folder(source: str) -> tuple[str, str, str]:
     inside = set(os.listdir(source)) if os.access(source, os.R_OK) else set()
     if "adapter_config.json" in inside:
-        return _ADAPTER, "", merging(source)
+        return _ADAPTER, "", with_base(source)
     if any(name.lower().endswith(".gguf") for name in inside):
         return _GGUF, "", DOWNLOAD
     inner = os.path.join(source, "config.json")

@@ -253,3 +253,14 @@ def importing() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def refuse_quantized(path: str, values: Mapping[str, Any]) -> None:
+    """Raise UserError if a config.json says that its weights are quantized, whose scales nothing here reads."""
+    found = values.get("quantization_config")
+    if found:
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        raise UserError(
+            f"{path}: its weights are quantized ({quote(method)}), and such weights are not read",
+            hint="the folder of the original weights, with --lora 16 for adapters beside them",
+        )

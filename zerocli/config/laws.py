@@ -1,15 +1,19 @@
 """Checks of a config whose types are right: ranges, and relations between keys."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from zerocli.config.rope import broken_rope
-from zerocli.config.schema import FIELDS, Config, get, short
+from zerocli.config.schema import FIELDS, Config, LoraConfig, get, short
 from zerocli.errors import Problem, closest, quote
 from zerocli.layout.ranges import parse_ranges
 from zerocli.layout.shards import nearest_divisor
+
+_Found = tuple[tuple[str, ...], *tuple[str, ...]]
+"""Keys, and the fact, what was probably meant and the hint of their `Problem`; the last two may be left out."""
 
 
 def validate(config: Config) -> list[Problem]:
@@ -25,10 +29,9 @@ def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
         if fact:
             bad.add(key)
             yield (key,), Problem(key, f"{short(key)} {fact}", meant)
-    for keys, fact in _cross_checks(config, bad):
-        yield keys, Problem(keys[0], fact)
-    for keys, fact, meant in (*_tp_checks(config, bad), *_loop_checks(config)):
-        yield keys, Problem(keys[0], fact, meant)
+    checks = (_cross_checks(config, bad), _tp_checks(config, bad), _loop_checks(config), _lora_checks(config))
+    for keys, *about in itertools.chain(*checks):
+        yield keys, Problem(keys[0], *about)
 
 
 def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
@@ -57,7 +60,7 @@ def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _cross_checks(config: Config, bad: set[str]) -> Iterator[_Found]:
     """Yield (keys, fact) of each broken relation between keys; keys that are already bad are skipped."""
     model = config.model
     kv_heads = model.kv_heads or model.heads
@@ -84,7 +87,7 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
         yield ("model.kv_heads", "model.heads"), f"kv_heads {kv_heads} does not divide heads {model.heads}"
     if sound("model.positions", "train.seq") and 0 < model.positions < config.train.seq:
         fact = f"seq {config.train.seq} is beyond the {model.positions} positions the model was made for"
-        yield ("train.seq", "model.positions"), fact
+        yield ("train.seq", "model.positions"), fact, "", f"--seq {model.positions}"
     if fact := broken_rope(model.rope_scaling):
         yield ("model.rope_scaling",), f"rope_scaling {fact}"
     if sound("model.window_layers", "model.layers") and model.window_layers:
@@ -97,8 +100,8 @@ def _cross_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ..
                 yield (f"model.{key}", "model.family"), f"{key} is a key of llama: the built-in gpt2 has none"
 
 
-def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield (keys, fact, nearest valid degree) for each number that the tensor-parallel degree fails to divide.
+def _tp_checks(config: Config, bad: set[str]) -> Iterator[_Found]:
+    """Yield (keys, fact, nearest valid degree, hint) for each number that the tensor-parallel degree fails to divide.
 
     The model checks its derived widths itself, when it is split.
     """
@@ -112,10 +115,30 @@ def _tp_checks(config: Config, bad: set[str]) -> Iterator[tuple[tuple[str, ...],
         for key, number in numbers.items():
             if number % tp:
                 nearest = nearest_divisor(tp, math.gcd(*numbers.values()))
-                yield ("parallel.tp", key), f"tp {tp} does not divide {short(key)} {number}", f"tp {nearest}"
+                more = f", or --ranks {-(-number // tp) * tp}" if key == "parallel.ranks" else ""
+                fact = f"tp {tp} does not divide {short(key)} {number}"
+                yield ("parallel.tp", key), fact, f"tp {nearest}", f"--tp {nearest}{more}"
 
 
-def _loop_checks(config: Config) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _lora_checks(config: Config) -> Iterator[_Found]:
+    """Yield (keys, fact, what was probably meant) for each key that adapters, or their absence, contradict."""
+    lora, default = config.lora, LoraConfig()
+    if not lora.rank:
+        for name in ("targets", "alpha", "dropout", "rslora", "dora", "save_modules", "dtype", "base", "start"):
+            if getattr(lora, name) != getattr(default, name):
+                fact = f"{name} is of adapters, and lora.rank is 0: there are none"
+                yield (f"lora.{name}",), fact, "--lora 16 beside it"
+        return
+    if config.parallel.tp > 1:
+        fact = f"tp {config.parallel.tp}: adapters are not split over ranks"
+        yield ("parallel.tp", "lora.rank"), fact, "tp 1", "--tp 1"
+    if config.optimizer.name.lower() == "muon":
+        yield ("optimizer.name",), "muon is for whole matrices, not for adapters of low rank", "adamw"
+    if config.train.freeze:
+        yield ("train.freeze",), "freeze: beside adapters all else is frozen anyway", "one of the two"
+
+
+def _loop_checks(config: Config) -> Iterator[_Found]:
     """Yield (keys, fact, what was probably meant) for each key of the loop that another key contradicts."""
     train, data = config.train, config.data
     if data.validation and data.split:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.placement import KINDS, Placement, parse_placement
+from offload.placement import KINDS, Placement, PlacementError, parse_placement
 from zerocli.errors import ConfigError, Problem
 from zerocli.layout.sizes import parse_bytes
 from zerocli.layout.stage import stage as stage_of
@@ -27,7 +27,11 @@ def parse_budget(text: str) -> int:
 def placement_at(placement: Placement, stage: int) -> Placement:
     """Return the tiers of each kind of state at a stage; PlacementError if the stage does not partition a kind."""
     partitions = stage_of(stage)
-    return placement.resolve([kind for kind in KINDS if getattr(partitions, kind)])
+    try:
+        return placement.resolve([kind for kind in KINDS if getattr(partitions, kind)])
+    except PlacementError as error:
+        error.hint = "--stage 3, with which parameters, gradients and optimizer states may all leave the device"
+        raise
 
 
 def refuse_placement(placement: str | Placement, stage: int | None = None) -> None:
@@ -37,4 +41,4 @@ def refuse_placement(placement: str | Placement, stage: int | None = None) -> No
         if stage is not None:
             placement_at(read, stage)
     except ValueError as error:
-        raise ConfigError([Problem(f"--offload {placement}", str(error))]) from error
+        raise ConfigError([Problem(f"--offload {placement}", str(error), hint=getattr(error, "hint", ""))]) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.placement import Placement
 from zerocli.config.file import FACTORY
+from zerocli.layout.codecs import BASES
 from zerocli.layout.ranges import RANGES
 from zerocli.layout.recompute import POLICY
 
@@ -134,6 +135,8 @@ class TrainConfig:
     """Evaluations in a row without a lower loss after which the run ends; 0 = it never ends early."""
     log_to: tuple[str, ...] = setting((), each=("tensorboard", "wandb", "wandb-online", "mlflow"))
     """Further places for metrics, beside metrics.jsonl: tensorboard, wandb (offline), wandb-online, mlflow."""
+    freeze: tuple[str, ...] = setting(())
+    """Parameters that are not trained: regular expressions found in their names."""
     on_inputs: bool = setting(False)
     """Whether prompts and other people's turns count for the loss too; the same as `data.mask=none`."""
     sample_every: int = setting(0, least=0)
@@ -276,6 +279,38 @@ class DataConfig:
     """Share at the end of the data that is held out for evaluation; 0 = none, or 0.05 if `eval_every` is set."""
 
 
+ALL_LINEAR = "all-linear"
+MAX_LORA_RANK = 65536
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank that are trained beside a frozen model."""
+
+    rank: int = setting(0, least=0, most=MAX_LORA_RANK)
+    """Rank of the adapters; 0 = there are none, and all parameters are trained."""
+    targets: tuple[str, ...] = setting((ALL_LINEAR,))
+    """The linear layers that get one: all-linear (all but the output layer), or names such as q_proj or mlp.down_proj,
+    or regular expressions of whole names."""
+    alpha: float = setting(0.0, least=0)
+    """What an adapter adds is multiplied by alpha / rank; 0 = twice the rank."""
+    dropout: float = setting(0.0, least=0, below=1)
+    """Share of an adapter's inputs dropped in training."""
+    rslora: bool = setting(False)
+    """Whether the factor is alpha / sqrt(rank) instead, which suits ranks above about 32."""
+    dora: bool = setting(False)
+    """Whether the length of each row of a matrix is trained apart from its direction (DoRA)."""
+    save_modules: tuple[str, ...] = setting(())
+    """Modules that are trained whole beside the adapters, and saved with them: embed_tokens, lm_head."""
+    dtype: str = setting("compute", choices=("compute", "fp32"))
+    """What adapters compute in: as the model (their master is fp32 in any case), or fp32."""
+    base: str = setting("", choices=BASES)
+    """What the frozen matrices of the repeated blocks are stored in: nf4 (4.13 bits), int8 (8.13 bits), or as they
+    compute (bf16, or empty)."""
+    start: str = setting("")
+    """A folder of adapters that peft or `zerocli export` wrote, to go on from."""
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many processes, and how they split the work."""
@@ -330,6 +365,8 @@ class Config:
     """Where tokens come from."""
     parallel: ParallelConfig = ParallelConfig()
     """How many processes."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters."""
 
 
 SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}  # type: ignore[misc]

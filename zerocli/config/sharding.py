@@ -19,6 +19,7 @@ from zerocli.config.schema import (
     MASTERS,
     ActivationsConfig,
     Config,
+    LoraConfig,
     OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -26,6 +27,7 @@ from zerocli.config.schema import (
     ZeroConfig,
 )
 from zerocli.errors import UserError
+from zerocli.layout.codecs import BASES, CODECS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.recompute import NOTHING, WHOLE, Recompute, read_recompute
 from zerocli.layout.sizes import count_of
@@ -77,10 +79,14 @@ class Sharding:
     verify: bool = OffloadConfig.verify
     """Whether reads from other tiers are compared with checksums of what was written; a mismatch raises
     `zerocli.Corrupted`."""
+    base: str = LoraConfig.base
+    """What frozen matrices of repeated blocks are stored in: `nf4`, `int8`, or empty: as they compute."""
     tp: int = ParallelConfig.tp
     """Number of neighbouring ranks that split each layer between them."""
 
     def __post_init__(self) -> None:
+        if self.base not in BASES:
+            raise ValueError(f"base {self.base!r} is not one of {', '.join(filter(None, BASES))}")
         object.__setattr__(self, "offload", read_placement(self.offload))
         object.__setattr__(self, "recompute", read_recompute(self.recompute))
         folders: Any = self.nvme_path
@@ -96,6 +102,11 @@ class Sharding:
         if not isinstance(self.recompute, Recompute):
             raise ValueError(f"recompute={self.recompute!r} is decided by a device's memory, and none is given")
         return self.recompute or (WHOLE if ACTIVATIONS in self.offload.shares else NOTHING)
+
+    @property
+    def codec(self) -> str:
+        """The codec of frozen matrices; empty if they are stored as they compute."""
+        return self.base if self.base in CODECS else ""
 
     def sizing_at(
         self, world: int, num_states: int, device: str, precision: str, fused_update: bool, update_on_cpu: bool = False
@@ -138,6 +149,7 @@ def sharding_of(config: Config) -> Sharding:
         master=config.optimizer.master,
         accumulate=config.train.accumulate,
         clip=config.train.clip or None,
+        base=config.lora.base,
         recompute=config.activations.policy,
         partition_activations=config.activations.partition,
         bucket_nbytes=config.zero.bucket,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zerocli.console import counting, say
+from zerocli.console import progress, say
 from zerocli.data import cache
 from zerocli.data.documents import Moved
 from zerocli.ranks.startup import STARTUP
@@ -53,7 +53,7 @@ class Node:
         if not self.shows:
             yield lambda moved: None
         else:
-            with counting(what, nbytes, "B") as move:
+            with progress(what, nbytes, "B") as move:
                 yield move
 
 

@@ -22,19 +22,25 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from zerocli.engine.comm import Collectives, Disagreed, separate_gloo_group
-from zerocli.engine.streams import Readback, Waits
+from zerocli.engine.streams import Readback
 from zerocli.errors import Refused
 from zerocli.ranks.deadlock import Monitor
 from zerocli.ranks.exchange import gather_json, gather_padded
 from zerocli.ranks.issued import Issued
 from zerocli.ranks.startup import STARTUP
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+    from zerocli.engine.units.gather import Gatherer
+    from zerocli.engine.units.reduce import Reducer
+    from zerocli.engine.units.unit import Flat
 
 FORWARD = -1
 """End of a model call; needs no flat. Returns when no rank needs one, so that ranks leave the call together."""
@@ -124,7 +130,7 @@ class Channel:
 
     def exchange(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> list[list[int]]:
         """Return every rank's message; launch the reductions that are ready on all ranks."""
-        self.settle()
+        self.finish_meeting()
         return self._receive(self._send(row, collectives, about), collectives)
 
     def _send(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> Issued:
@@ -145,12 +151,12 @@ class Channel:
     def begin(
         self, row: tuple[int, ...], collectives: Collectives, call: str, say: Callable[[], str], title: str
     ) -> None:
-        """Begin a meeting; this rank goes on, and waits for the others in `settle`, before its next collective."""
-        self.settle()
+        """Begin a meeting; this rank goes on, and waits for the others before its next collective."""
+        self.finish_meeting()
         sent = self._send(row, collectives, ("", call))
         self._begun = lambda: self.meet(row, collectives, call, say, title, sent=sent)
 
-    def settle(self) -> None:
+    def finish_meeting(self) -> None:
         """Wait for the other ranks in a meeting that has begun; raise Disagreed on all if they make different calls."""
         if self._begun is not None:
             begun, self._begun = self._begun, None
@@ -205,7 +211,7 @@ class Channel:
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
         everyone = tensor.new_empty((len(self.ranks), *tensor.shape))
-        self.settle()
+        self.finish_meeting()
         collectives.receive(collectives.send(list(everyone.unbind()), tensor, self.gloo))
         return everyone
 
@@ -226,29 +232,36 @@ class Channel:
 class Agreement:
     """One engine's side of the channel; without a channel all ranks are assumed to need and call the same."""
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        channel: Channel | None,
-        member: Member,
-        active: bool,
-        waits: Waits,
-        ready: Callable[[], int],
-        launch: Callable[[int], None],
-        join: Callable[[int], None],
-        about: Callable[[int], tuple[str, str]],
-        name_of: Callable[[int], str],
-    ) -> None:
-        self._collectives, self.channel, self._member, self._waits = collectives, channel, member, waits
+    def __init__(self, engine: Engine, flats: list[Flat], gatherer: Gatherer, reducer: Reducer, active: bool) -> None:
+        self._collectives, self._waits = engine.collectives, engine.waits
+        self.channel, self._member = engine.channel, engine.member
+        self._flats, self._gatherer, self._reducer = flats, gatherer, reducer
         self.active = active
         """Whether ranks exchange what they need before each gather."""
-        self.ready, self.launch, self.join = ready, launch, join
-        self._about, self._name_of = about, name_of
         self._trace: list[int] = []
         """The flats gathered in this step, in order."""
         self._suspect: tuple[Readback, list[int]] | None = None
         """Whether ranks differed in the last step (on its way to the host), and this rank's trace."""
-        member.agreement = self
+        self._member.agreement = self
+
+    def ready(self) -> int:
+        """Return how many flats this rank is ready to reduce."""
+        return self._reducer.ready
+
+    def launch(self, number: int) -> None:
+        """Launch reductions until this many flats are reduced."""
+        self._reducer.launch(number)
+
+    def join(self, place: int) -> None:
+        """Take part in the gather of a flat."""
+        self._gatherer.join(self._flats[place])
+
+    def _about(self, place: int) -> tuple[str, str]:
+        """Return (kind, what) of the collective being prepared: the gather of the flat at `place`, or a reduction."""
+        if place >= 0:
+            return "all_gather", f"parameters of {self._flats[place].unit.title}"
+        flat = self._reducer.newest
+        return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -259,7 +272,7 @@ class Agreement:
         if self.channel is None:
             return
         if not self.active:
-            self.channel.settle()
+            self.channel.finish_meeting()
             return
         wanted = self._member.slot << 32 | want if want >= 0 else want
         while True:
@@ -350,7 +363,7 @@ class Agreement:
                 f"the ranks made different numbers of backward passes before step(): {made}. Nothing was updated. "
                 "Every rank must make as many"
             )
-        units = [self._name_of(place) if place >= 0 else "none" for place in everyone[:, at].tolist()]
+        units = [self._flats[place].unit.title if place >= 0 else "none" for place in everyone[:, at].tolist()]
         ran = ", ".join(f"rank {rank} {unit}" for rank, unit in enumerate(units))
         raise Refused(
             f"the ranks gathered different units in one step: {ran}. Nothing was updated. Pass shard(..., "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,19 +14,30 @@ from offload import HBM, Placement, Record, Share, Store
 from offload.mover import StagedStore
 from offload.tierset import shortage
 from tiers.base import Tier
-from zerocli.engine.context import Context, Storage
 from zerocli.engine.guards.aliases import Aliases
-from zerocli.engine.settings import Settings
 from zerocli.engine.states import materialise
 from zerocli.engine.states.buffers import place_buffers
 from zerocli.engine.states.named import given, load_buffers
+from zerocli.engine.units.codecs import encode
 from zerocli.engine.units.master import REMAINDER, narrow, split
-from zerocli.engine.units.unit import MASTER, REPLICATED, Flat, Unit, build_flats, claim_parameters, find_units
+from zerocli.engine.units.unit import (
+    MASTER,
+    REPLICATED,
+    Flat,
+    Unit,
+    build_flats,
+    claim_parameters,
+    find_units,
+    repeated_units,
+)
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gradient_arenas, gradients
 from zerocli.layout.flats import place
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.startup import STARTUP
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 
 class DoesNotFit(Exception):
@@ -40,23 +51,14 @@ class DoesNotFit(Exception):
 class Builder:
     """Builds the units of a model for one rank."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        context: Context,
-        storage: Storage,
-        compute: torch.dtype,
-        state_names: Sequence[str],
-        groups: Mapping[str, int],
-    ) -> None:
-        self._groups = groups
-        self._model, self._settings, self._sizing = model, settings, context.sizing
-        self._compute, self._states = compute, tuple(state_names)
-        self._placement, self._tiers, self._mover = storage.placement, storage.tiers, storage.mover
-        self._collectives, self._tensor_parallel = context.collectives, context.tensor_parallel
-        self._device = context.device
-        self._mixed = mixes(model, compute)
+    def __init__(self, engine: Engine) -> None:
+        self._model, self._settings, self._sizing = engine.model, engine.settings, engine.sizing
+        self._compute, self._states = engine.precision.compute, tuple(engine.rule.state_names)
+        self._groups = engine.arranged.group_of
+        self._placement, self._tiers, self._mover = engine.placement, engine.tiers, engine.mover
+        self._collectives, self._tensor_parallel = engine.collectives, engine.tensor_parallel
+        self._device = engine.device
+        self._mixed = mixes(self._model, self._compute)
 
     def build(self) -> list[Unit]:
         """Return the units, filled with initial values; raise DoesNotFit before anything is allocated."""
@@ -64,6 +66,7 @@ class Builder:
         fresh = materialise.replace_meta(self._model, self._device)
         claimed = claim_parameters(self._model, find_units(self._model, self._settings.units))
         units = [unit for unit, _ in claimed]
+        self._blocks = {unit.index for unit in repeated_units(units)}
         for unit, named in claimed:
             self.lay_out(unit, named, lambda p: p.requires_grad)
         self._preflight(units)
@@ -98,7 +101,10 @@ class Builder:
         self, unit: Unit, named: Sequence[tuple[str, nn.Parameter]], trains: Callable[[nn.Parameter], bool]
     ) -> None:
         """Lay out a unit's parameters in flats, trainable and frozen ones separately; allocates nothing."""
-        build_flats(unit, named, self._group_of, self._dtype_of, trains, self._sizing.stage, self._collectives)
+        codec = self._settings.codec if unit.index in self._blocks else ""
+        about = (self._group_of, self._dtype_of, trains, self._sizing.stage, self._collectives)
+        base = self._settings.loaded_base
+        build_flats(unit, named, *about, codec, base.holds if base is not None else lambda name: True)
 
     def _dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """Return a parameter's compute dtype: fp32 if the user asked to keep it so, else the precision's."""
@@ -169,40 +175,53 @@ class Builder:
             materialise.initialise_modules(self._model, flat, self._settings.seed, self._device)
 
         with torch.no_grad():
-            if self._settings.empty and all(id(parameter) in fresh for parameter in flat.parameters):
+            if self._starts_empty(flat) and all(id(parameter) in fresh for parameter in flat.parameters):
                 self._place(flat, torch.zeros((), device=self._device).expand(flat.layout.total), empty=True)
                 return
             whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device, self._given)
             self._place(flat, whole)
 
+    def _starts_empty(self, flat: Flat) -> bool:
+        """Whether all values of a flat are loaded next; beside a base, adapters have initial values of their own."""
+        base = self._settings.loaded_base
+        return self._settings.empty and (base is None or all(base.holds(each.name) for each in flat.layout.entries))
+
     def _place(self, flat: Flat, whole: torch.Tensor, empty: bool = False) -> None:
         """Place a flat's values and states; with `empty`, `whole` is one zero, expanded, and takes no memory."""
-        self._place_parameters(flat, whole, flat.spec.tiers["parameters"], _zeros if empty else narrow)
+        self._place_parameters(flat, whole, flat.spec.tiers["parameters"], empty)
         if flat.trainable:
             self._place_states(flat, whole[flat.held.start : flat.held.stop], flat.spec.tiers["optimizer"], empty)
 
-    def _place_parameters(
-        self, flat: Flat, whole: torch.Tensor, tier: str, narrow: Callable[..., torch.Tensor] = narrow
-    ) -> None:
+    def _place_parameters(self, flat: Flat, whole: torch.Tensor, tier: str, empty: bool) -> None:
         mine = whole[flat.own.start : flat.own.stop]
         if flat.spec.resident(self._sizing):
-            flat.resident = narrow(whole, flat.dtype)
+            flat.resident = _zeros(whole, flat.dtype) if empty else narrow(whole, flat.dtype)
             flat.shard = flat.resident[flat.own.start : flat.own.stop]
             flat.attach(flat.resident, flat.views(flat.resident))
             return
+        kept = self._stored(flat, mine, tier == HBM, empty)
         if tier == HBM:
-            flat.shard = narrow(mine, flat.dtype, copy=True)  # a slice would keep the whole buffer's memory alive
+            flat.shard = kept
         else:
             opened = self._tiers.open(tier, "parameters")
-            store = self._parameter_store(opened, flat)
+            store = self._parameter_store(opened, kept)
             store.what = f"the parameters of {flat.unit.title}"
-            store.put(0, narrow(mine, flat.dtype)).synchronize()
+            store.put(0, kept).synchronize()
             flat.param_store = store
         flat.detach()
 
-    def _parameter_store(self, tier: Tier, flat: Flat) -> Store:
-        """Return a store for the flat's own slice; tiers that the device cannot read directly are staged."""
-        about = (tier, "parameters", flat.own.numel, flat.dtype, self._tiers.traffic, self._tiers.verifier)
+    def _stored(self, flat: Flat, mine: torch.Tensor, copy: bool, empty: bool) -> torch.Tensor:
+        """Return this rank's slice as it is stored: in the compute dtype, or encoded."""
+        if flat.codec and empty:
+            return torch.zeros(flat.spec.own_nbytes, dtype=torch.uint8, device=mine.device)
+        if flat.codec:
+            return encode(flat.codec, narrow(mine, flat.dtype))
+        # On the device a copy, as a slice would keep the whole buffer's memory alive.
+        return _zeros(mine, flat.dtype) if empty else narrow(mine, flat.dtype, copy=copy)
+
+    def _parameter_store(self, tier: Tier, kept: torch.Tensor) -> Store:
+        """Return a store for a flat's own slice; tiers that the device cannot read directly are staged."""
+        about = (tier, "parameters", kept.numel(), kept.dtype, self._tiers.traffic, self._tiers.verifier)
         return Store(*about) if tier.addressable or not tier.stores else StagedStore(self._mover, *about)
 
     def _place_states(self, flat: Flat, held: torch.Tensor, tier: str, empty: bool) -> None:
@@ -252,8 +271,8 @@ class Builder:
                 at += flat.layout.total
 
 
-def _zeros(values: torch.Tensor, dtype: torch.dtype, copy: bool = True) -> torch.Tensor:
-    """Return as many zeros, which take memory once they are written; in place of `narrow` for values to come."""
+def _zeros(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return as many zeros, which take memory once they are written."""
     return torch.zeros(values.shape, dtype=dtype, device=values.device)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from offload.mover import StagedStore
 from zerocli.engine.agreement import Agreement, Channel, Member
 from zerocli.engine.comm import Collectives
 from zerocli.engine.context import Context
@@ -15,6 +16,9 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.units.gather import Gatherer
 from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat, Unit
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 
 class Connected(NamedTuple):
@@ -44,30 +48,17 @@ def open_channel(
     return channel
 
 
-def connect(
-    units: list[Unit],
-    context: Context,
-    channel: Channel | None,
-    member: Member,
-    uneven: bool | None,
-    deferred: bool,
-    before_gather: Callable[[Flat], None],
-    look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
-    unexpected: Callable[[str], None],
-) -> Connected:
-    """Return the gatherer, the reducer and the agreement for the current flats of the units.
-
-    `uneven` is as in `Settings`, `deferred` is its `defer_update`. `before_gather` and `look_ahead` are the gatherer's,
-    `unexpected` the reducer's.
-    """
+def connect(engine: Engine, context: Context) -> Connected:
+    """Return the gatherer, the reducer and the agreement for the current flats of the engine's units."""
+    units, channel, uneven = engine.units, engine.channel, engine.settings.uneven
     flats = [flat for unit in units for flat in unit.flats]
     places = {id(flat): place for place, flat in enumerate(flats)}
     gatherer = Gatherer(
         units,
         context,
-        deferred,
-        before_gather=before_gather,
-        look_ahead=look_ahead,
+        engine.settings.defer_update,
+        before_gather=lambda flat: _apply_pending_updates(engine, flat),
+        look_ahead=lambda now, then: _look_ahead(engine, now, then),
         agree=lambda flat: agreement.agree(places[id(flat)]),
     )
     active = channel is not None and gatherer.moves and uneven is not False
@@ -78,30 +69,31 @@ def connect(
         eager=not gatherer.moves,
         # The collectives of several engines are launched where their ranks exchange messages, in one order.
         together=lambda: active or (channel is not None and channel.num_slots > 1),
-        settle=channel.settle if channel is not None else lambda: None,
-        unexpected=unexpected,
+        finish_meeting=channel.finish_meeting if channel is not None else lambda: None,
+        unexpected=engine.passes.join,
     )
 
-    def about(place: int) -> tuple[str, str]:
-        """Return (kind, what) of the collective being prepared: the gather of the flat at `place`, or a reduction."""
-        if place >= 0:
-            return "all_gather", f"parameters of {flats[place].unit.title}"
-        flat = reducer.newest
-        return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
-
-    agreement = Agreement(
-        context.collectives,
-        channel,
-        member,
-        active,
-        context.waits,
-        ready=lambda: reducer.ready,
-        launch=reducer.launch,
-        join=lambda place: gatherer.join(flats[place]),
-        about=about,
-        name_of=lambda place: flats[place].unit.title,
-    )
+    agreement = Agreement(engine, flats, gatherer, reducer, active)
     return Connected(gatherer, reducer, agreement)
+
+
+def _apply_pending_updates(engine: Engine, flat: Flat) -> None:
+    """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute."""
+    if engine.updater.has_pending_update(flat):
+        with engine.waits.waiting("optimizer"):
+            engine.updater.issue_updates(flat)
+
+
+def _look_ahead(engine: Engine, now: Sequence[Unit], then: Sequence[Unit]) -> None:
+    """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
+
+    Parameters that this step or a pending update will still change are not read ahead.
+    """
+    soon = [(flat, not engine.updater.has_pending_update(flat)) for unit in now for flat in unit.flats]
+    later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
+    uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
+    if uses:
+        engine.mover.expect(uses)
 
 
 def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from offload import Placement
-from offload.mover import Mover
-from offload.tierset import TierSet
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import Events
 from zerocli.engine.streams import Waits
@@ -27,12 +24,3 @@ class Context:
     waits: Waits
     events: Events
     sizing: Sizing
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Where states are kept beside the device."""
-
-    placement: Placement
-    tiers: TierSet
-    mover: Mover

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offload import per_rank
-from offload.mover import Mover, StagedStore
+from offload.mover import Mover
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
@@ -29,36 +29,34 @@ from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.connect import connect, open_channel, sharded_as
-from zerocli.engine.context import Context, Storage
+from zerocli.engine.context import Context
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
-from zerocli.engine.guards.aliases import invalidate_released
+from zerocli.engine.guards.aliases import ReleasedViews
 from zerocli.engine.guards.owners import Owners
-from zerocli.engine.guards.parameters import guard, is_sharded, refuse_unsuitable, unguard
+from zerocli.engine.guards.parameters import guard, is_sharded, unguard
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.facade import ShardedOptimizer
 from zerocli.engine.optimizer.fused import can_fuse
 from zerocli.engine.optimizer.groups import arrange
-from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues
+from zerocli.engine.optimizer.optim import StepValues
 from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norms, scaling
 from zerocli.engine.optimizer.update import Updater
 from zerocli.engine.optimizer.update_place import choose_update
-from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.precision import LossScale, precision, refuse_half
 from zerocli.engine.recompute.activations import open_activations
 from zerocli.engine.recompute.compiled import CompiledBlocks
 from zerocli.engine.settings import Settings
-from zerocli.engine.states import relayout, states, torch_states, whole
+from zerocli.engine.states import relayout, states, whole
 from zerocli.engine.states.buffers import held_buffers
+from zerocli.engine.states.held import adopt_edits
 from zerocli.engine.states.named import IncompatibleKeys
-from zerocli.engine.states.unshard import unsharded_model
 from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.units.backward import Backward
-from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.hooks import Hooks
 from zerocli.engine.units.modules import outside_of_units, register_method
 from zerocli.engine.units.unit import Flat, Unit, recomputed_units
@@ -76,89 +74,105 @@ class Engine:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = getattr(model, "_orig_mod", model), settings  # torch.compile wraps the model
         self._call = model
-        for name, parameter in self.model.named_parameters():
-            refuse_unsuitable(parameter, name)
-        refuse_model(self.model)
-        self.device = choose_device(settings.device, model)
-        self.stage = stage_of(settings.stage)
-        self.precision, _ = precision(settings.precision, self.device)
-        refuse_half(model, self.precision, settings.state is not None)
-        if settings.accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, not {settings.accumulate}")
-        if settings.reduce not in ("compute", "fp32"):
-            raise ValueError(f"reduce {settings.reduce!r} is not one of compute, fp32")
-        self.events = Subscribers(settings.events)
-        self.waits = Waits(self.device, self.events)
-        data_parallel, mesh = open_axes(settings.tp, settings.group, self.device)
-        self.collectives = Collectives(data_parallel, self.device, self.events)
-        self.tensor_parallel = TensorParallel(mesh, self.device, self.waits, self.events)
+        self._refuse_unsuitable()
+        self._open_ranks()
         settings.watch(self)
         self.tensor_parallel.split(self.model)
-        self.rule: FlatOptimizer = make_optimizer(settings.optimizer, settings.options)
-        self.arranged = arrange(
-            self.model,
-            self.rule,
-            optimizer=settings.optimizer,
-            groups=settings.groups,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-        )
-        self._prove_rule()
-        if reason := unsuitable(self.rule, list(self.model.named_parameters())):
-            raise ValueError(reason)
+        self._choose_rule()
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
         self.passes = Backward(self, settings.accumulate)
         self.member = Member(type(self.model).__name__)
         self.member.passes = self.passes
-        about = sharded_as(self.model, settings)
-        self.channel = open_channel(self.collectives, settings.uneven, self.member, *about)
-        self.sizing: Sizing
+        self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))
         self._closed = False
         self._held_whole = 0
-        self._searches = 3
-
+        self._views = ReleasedViews(self.model)
+        self._open_tiers()
         self.units = self._build_units()
-        units = [unit.module for unit in self.units]
-        refuse_scripts([(u.name, u.module) for u in self.units if any(flat.resident is None for flat in u.flats)])
-        refuse_full_graphs(model, [*units, *outside_of_units(self.model, self.units)], units[1:])
-        self.counts = Counts(self.device, self.rule.split)
-        self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
-        self.optimizer = ShardedOptimizer(
-            self,
-            self.rule,
-            optimizer=settings.optimizer,
-            lr=settings.lr,
-            arranged=self.arranged,
-            parameters=dict(self.model.named_parameters()),
-        )
-        if isinstance(self.rule, PersistentOptimizer):
-            named = dict(self.model.named_parameters())
-            self.optimizer.show_groups_of(self.rule.adopt(named, self.arranged.group_of, self.device))
+        self._open_optimizer()
         self._guard_parameters()
         self._connect()
-        offloaded = any(flat.offloaded for flat in self.flats())
-        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, self.sizing.split_master)
-        self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
-        self.updater = Updater(
-            self.rule,
-            self.counts,
-            self.collectives,
-            self.device,
-            sizing=self.sizing,
-            events=self.events,
-            chunk_device=settings.chunk_device,
-        )
-        choice = settings.recomputed if isinstance(settings.recompute, Recompute) else settings.recompute
-        recomputed = recomputed_units(self.units, choice)
-        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
-        equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
-        self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
-        blocks = CompiledBlocks(self.units, settings.compile, settings.compile_backend, self.device, settings.steps)
-        self.hooks = Hooks(self, recomputed, blocks)
+        self._open_updater()
+        self._wrap_modules()
         self.collectives.take_nbytes()
         self.tensor_parallel.take_nbytes()
+
+    # -- building, in the order of __init__ ------------------------------------------------------------------------
+
+    def _refuse_unsuitable(self) -> None:
+        """Choose the device and the precision; refuse a model or settings that cannot be trained."""
+        settings = self.settings
+        refuse_model(self.model)
+        self.device = choose_device(settings.device, self._call)
+        self.stage = stage_of(settings.stage)
+        self.precision, _ = precision(settings.precision, self.device)
+        refuse_half(self._call, self.precision, settings.state is not None)
+        if settings.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, not {settings.accumulate}")
+        if settings.reduce not in ("compute", "fp32"):
+            raise ValueError(f"reduce {settings.reduce!r} is not one of compute, fp32")
+
+    def _open_ranks(self) -> None:
+        """Open both axes of ranks: data-parallel and tensor-parallel."""
+        self.events = Subscribers(self.settings.events)
+        self.waits = Waits(self.device, self.events)
+        data_parallel, mesh = open_axes(self.settings.tp, self.settings.group, self.device)
+        self.collectives = Collectives(data_parallel, self.device, self.events)
+        self.tensor_parallel = TensorParallel(mesh, self.device, self.waits, self.events)
+
+    def _choose_rule(self) -> None:
+        """Make the update rule and its groups; raise Refused if no way to run a user's own optimizer is exact."""
+        settings, named = self.settings, list(self.model.named_parameters())
+        rule = make_optimizer(settings.optimizer, settings.options)
+        self.arranged = arrange(self.model, rule, settings)
+        groups = (self.arranged.groups, self.arranged.group_of)
+        self.rule, words = prove(rule, settings.optimizer, settings.options, named, *groups)
+        if self.rule.whole and self.tensor_parallel.world > 1:
+            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
+        if words and self.collectives.rank == 0 and self.tensor_parallel.rank == 0:
+            say(words)
+        if reason := unsuitable(self.rule, named):
+            raise ValueError(reason)
+
+    @property
+    def local_world(self) -> int:
+        """Number of ranks on this machine: LOCAL_WORLD_SIZE, or all ranks if that is not set."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.collectives.world * self.tensor_parallel.world))
+
+    def _open_tiers(self) -> None:
+        """Open the tiers of the placement, and choose the sizes of the buffers."""
+        settings = self.settings
+        self.placement = per_rank(placement_at(settings.offload, settings.stage), self.local_world)
+        about = (settings.nvme_path, settings.tier_options, settings.verify, self.events)
+        self.tiers = TierSet(self.local_world, self.device, *about)
+        self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
+        self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
+        shape = (len(self.rule.state_names), self.device.type, self.precision.name, can_fuse(self.rule, self.device))
+        self.sizing: Sizing = settings.sizing_at(self.collectives.world, *shape)
+        if settings.keep_gradients is not None:
+            self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
+
+    def _context(self) -> Context:
+        return Context(self.device, self.collectives, self.tensor_parallel, self.waits, self.events, sizing=self.sizing)
+
+    def _build_units(self) -> list[Unit]:
+        self.builder = Builder(self)
+        try:
+            return self.builder.build()
+        except BaseException:  # e.g. a full disk: the caller gets no engine that could be closed
+            self.tiers.close()
+            raise
+
+    def _open_optimizer(self) -> None:
+        """Make the counts of updates, and the optimizer that users see."""
+        units = [unit.module for unit in self.units]
+        refuse_scripts([(u.name, u.module) for u in self.units if any(flat.resident is None for flat in u.flats)])
+        refuse_full_graphs(self._call, [*units, *outside_of_units(self.model, self.units)], units[1:])
+        self.counts = Counts(self.device, self.rule.split)
+        self.counts.add(entry.name for flat in self.trainable() for entry in flat.layout.entries)
+        self.optimizer = ShardedOptimizer(self)
 
     def _guard_parameters(self) -> None:
         """Make reads of parameters without values, and later changes of the model's parameters, known errors."""
@@ -169,68 +183,40 @@ class Engine:
                 names[id(parameter)] = entry.name
             flat.guarded = all(is_sharded(parameter) for parameter in flat.parameters)
             flat.note_values() if flat.buffer is not None else flat.detach()
-        self._builder.aliases.settle(self.flats())
+        self.builder.aliases.redirect(self.flats())
         self._owners = Owners(self.model, names)
-
-    def _prove_rule(self) -> None:
-        """Choose how a user's own optimizer is run, and say why; Refused if no way is exact."""
-        named, settings = list(self.model.named_parameters()), self.settings
-        chosen = (settings.optimizer, settings.options, named, self.arranged.groups, self.arranged.group_of)
-        self.rule, words = prove(self.rule, *chosen)
-        if self.rule.whole and self.tensor_parallel.world > 1:
-            raise ValueError(f"optimizer {settings.optimizer} needs whole matrices, which tp splits: use tp=1")
-        if words and self.collectives.rank == 0 and self.tensor_parallel.rank == 0:
-            say(words)
-
-    def _context(self) -> Context:
-        return Context(self.device, self.collectives, self.tensor_parallel, self.waits, self.events, sizing=self.sizing)
 
     def _connect(self) -> None:
         """Make what issues the collectives of the current flats."""
-        self.gatherer, self.reducer, self.agreement = connect(
-            self.units,
-            self._context(),
-            channel=self.channel,
-            member=self.member,
-            uneven=self.settings.uneven,
-            deferred=self.settings.defer_update,
-            before_gather=self._apply_pending_updates,
-            look_ahead=self._look_ahead,
-            unexpected=self.passes.join,
+        self.gatherer, self.reducer, self.agreement = connect(self, self._context())
+
+    def _open_updater(self) -> None:
+        """Choose where offloaded states are updated, and make what updates them."""
+        offloaded = any(flat.offloaded for flat in self.flats())
+        on_cpu, self.update_reason = choose_update(
+            self.settings.update, self.device, offloaded, self.sizing.split_master
+        )
+        self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
+        self.updater = Updater(
+            self.rule,
+            self.counts,
+            self.collectives,
+            self.device,
+            sizing=self.sizing,
+            events=self.events,
+            chunk_device=self.settings.chunk_device,
         )
 
-    # -- building --------------------------------------------------------------------------------------------------
-
-    @property
-    def local_world(self) -> int:
-        """Number of ranks on this machine: LOCAL_WORLD_SIZE, or all ranks if that is not set."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.collectives.world * self.tensor_parallel.world))
-
-    def _build_units(self) -> list[Unit]:
+    def _wrap_modules(self) -> None:
+        """Choose which units are recomputed or compiled, and wrap the modules' forwards."""
         settings = self.settings
-        self.placement = per_rank(placement_at(settings.offload, settings.stage), self.local_world)
-        about = (settings.nvme_path, settings.tier_options, settings.verify, self.events)
-        self.tiers = TierSet(self.local_world, self.device, *about)
-        self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
-        self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
-        shape = (len(self.rule.state_names), self.device.type, self.precision.name, can_fuse(self.rule, self.device))
-        self.sizing = settings.sizing_at(self.collectives.world, *shape)
-        if settings.keep_gradients is not None:
-            self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
-        self._builder = Builder(
-            self.model,
-            settings,
-            self._context(),
-            Storage(self.placement, self.tiers, self.mover),
-            self.precision.compute,
-            self.rule.state_names,
-            self.arranged.group_of,
-        )
-        try:
-            return self._builder.build()
-        except BaseException:  # e.g. a full disk: the caller gets no engine that could be closed
-            self.tiers.close()
-            raise
+        choice = settings.recomputed if isinstance(settings.recompute, Recompute) else settings.recompute
+        recomputed = recomputed_units(self.units, choice)
+        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
+        equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
+        self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
+        blocks = CompiledBlocks(self.units, settings.compile, settings.compile_backend, self.device, settings.steps)
+        self.hooks = Hooks(self, recomputed, blocks)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -244,25 +230,8 @@ class Engine:
     def before_forward(self) -> None:
         """Lay out newly unfrozen parameters as trainable; called before each outermost forward."""
         if torch.is_grad_enabled() and (changed := relayout.unfrozen(self.units)):
-            self._lay_out_again(changed)
-
-    @torch.no_grad()
-    def _lay_out_again(self, changed: list[Unit]) -> None:
-        if self.has_gradients:
-            raise Refused(
-                "a parameter was unfrozen between two backward passes of one step: switch requires_grad after step()"
-            )
-        names = [name for unit in changed for name in relayout.unfrozen_names(unit)]
-        self.agreement.meet(
-            "forward with unfrozen parameters",
-            lambda: names,
-            lambda: f"called forward after unfreezing {names[0]} ({len(names)} parameters in all)",
-        )
-        self.synchronize()
-        self.reducer.close()
-        relayout.refit(self.model, self.units, changed, self._builder, self.rule.state_names, self.collectives)
-        self.counts.add(entry.name for unit in changed for flat in unit.trainable for entry in flat.layout.entries)
-        self._connect()
+            relayout.refit(self, changed)
+            self._connect()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Accumulate the gradient of the mean of `loss` over the ranks and the step's backward passes."""
@@ -283,23 +252,6 @@ class Engine:
         self.reducer.keep_zeros(not set_to_none)
         self.reducer.free_grads()
         self.passes.forget()
-
-    def _apply_pending_updates(self, flat: Flat) -> None:
-        """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute."""
-        if self.updater.has_pending_update(flat):
-            with self.waits.waiting("optimizer"):
-                self.updater.issue_updates(flat)
-
-    def _look_ahead(self, now: Sequence[Unit], then: Sequence[Unit]) -> None:
-        """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
-
-        Parameters that this step or a pending update will still change are not read ahead.
-        """
-        soon = [(flat, not self.updater.has_pending_update(flat)) for unit in now for flat in unit.flats]
-        later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
-        uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
-        if uses:
-            self.mover.expect(uses)
 
     # -- the optimizer step ----------------------------------------------------------------------------------------
 
@@ -363,15 +315,8 @@ class Engine:
     def _invalidate_views(self, trained: bool = False) -> None:
         """Refuse further use of views of gathered parameters that have changed, `trained` ones or all."""
         if self.gatherer.moves:
-
-            def released() -> list[ReleasedBuffer]:
-                return [each for each in self.gatherer.released_with_views() if each.flat.trainable or not trained]
-
-            # What is found nowhere is held by a graph; it is not looked for among all objects again and again.
-            if invalidate_released(self.model, released, thorough=self._searches > 0):
-                self._searches = 3
-            else:
-                self._searches -= 1
+            found = self.gatherer.released_with_views
+            self._views.invalidate(lambda: [each for each in found() if each.flat.trainable or not trained])
 
     def _wait_for_resident(self) -> None:
         """Order the compute stream after the updates of parameters that it reads without a gather."""
@@ -390,13 +335,7 @@ class Engine:
 
     def adopt_edits(self) -> None:
         """Copy resident parameters that were moved back into their flat, and in-place edits into the fp32 master."""
-        for flat in self.flats():
-            if flat.resident is None:
-                continue
-            flat.restore_moved()
-            if flat.trainable and flat.dtype != torch.float32 and flat.edited():
-                states.adopt(flat, flat.resident, self.device)
-                flat.note_values()
+        adopt_edits(self.flats(), self.device)
 
     def synchronize(self) -> None:
         """Make the current stream wait for all pending work of the engine except transfers between tiers."""
@@ -503,12 +442,16 @@ class Engine:
             raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
         self.agreement.meet(call, lambda: key, lambda: f"called {call}({', '.join(map(str, key))})")
 
+    def _meet_and_synchronize(self, call: str, *key: object) -> None:
+        self.meet(call, *key)
+        self.synchronize()
+
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
         with self.events.phase(EXCHANGE):
             return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
 
-    # -- whole parameters and gradients: see whole.py --------------------------------------------------------------
+    # -- whole parameters and gradients: see states/whole.py -------------------------------------------------------
 
     @contextlib.contextmanager
     def gathered(self, *what: str | nn.Parameter | nn.Module, write: bool = False) -> Iterator[None]:
@@ -517,12 +460,12 @@ class Engine:
         `what` is names, parameters or modules. With `write`, in-place changes made on rank 0 are kept on every rank;
         without it, a change is refused. Collective.
         """
-        self.meet("engine.gathered", [each if isinstance(each, str) else type(each).__name__ for each in what], write)
-        self.synchronize()
+        names = [each if isinstance(each, str) else type(each).__name__ for each in what]
+        self._meet_and_synchronize("engine.gathered", names, write)
         self._held_whole += 1
         try:
             flats = whole.choose(self.model, list(self.flats()), what)
-            with whole.gathered(flats, self.gatherer, self.collectives, self.hooks.cannot_follow, write):
+            with whole.gathered(self, flats, write):
                 yield
             if write:
                 self.hooks.parameters_changed(flats)
@@ -536,13 +479,9 @@ class Engine:
         None if no rank has one. Call it between backward and step. Collective.
         """
         self.meet("engine.grad", name, self.passes.count)
-        divisor = self.passes.divisor if self.has_gradients else None
-        trainable = list(self.trainable())
-        return whole.gradient(
-            self.model, trainable, self.reducer, self.collectives, self.tensor_parallel, name, divisor
-        )
+        return whole.gradient(self, name)
 
-    # -- whole states, under the model's own names: see states.py --------------------------------------------------
+    # -- whole states, under the model's own names: see states/states.py -------------------------------------------
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -550,9 +489,8 @@ class Engine:
 
         Collective: every rank calls it, and every rank gets all of it.
         """
-        self.meet("engine.state_dict")
-        self.synchronize()
-        return states.model_state(self.model, self.flats(), self.collectives, self.tensor_parallel)
+        self._meet_and_synchronize("engine.state_dict")
+        return states.model_state(self)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
@@ -561,12 +499,8 @@ class Engine:
         `strict` raises ValueError if a name is missing or unknown; otherwise known names are loaded and both lists are
         returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
-        self.meet("engine.load_state_dict")
-        self.synchronize()
-        self.hooks.parameters_changed(self.flats())
-        loaded = states.load_model_state(
-            self.model, self.flats(), self.collectives, self.tensor_parallel, state, strict
-        )
+        self._meet_and_synchronize("engine.load_state_dict")
+        loaded = states.load_model_state(self, self.model, state, strict)
         self._invalidate_views()
         return loaded
 
@@ -575,36 +509,28 @@ class Engine:
         """Load full tensors under a submodule's own names, as `load_state_dict` does for the model. Collective."""
         if self.tensor_parallel.world > 1:
             raise Refused("the layers of this model are split by tensor parallelism: load engine.load_state_dict()")
-        self.meet("load_state_dict of a part of the model", type(module).__name__)
-        self.synchronize()
-        self.hooks.parameters_changed(self.flats())
-        return states.load_model_state(module, self.flats(), self.collectives, self.tensor_parallel, state, strict)
+        self._meet_and_synchronize("load_state_dict of a part of the model", type(module).__name__)
+        return states.load_model_state(self, module, state, strict)
 
+    @torch.no_grad()
     def unsharded_model(self, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> nn.Module:
         """Return an independent, unsharded copy of the model, which later steps do not change. Collective.
 
         Its parameters are fp32, as in `state_dict()`, or `dtype`; buffers, ties and requires_grad are the model's.
         """
-        return unsharded_model(self.model, self._whole_parameters, self.tensor_parallel.world, device, dtype)
-
-    def _whole_parameters(self) -> dict[int, torch.Tensor]:
-        self.meet("engine.unsharded_model")
-        self.synchronize()
-        return states.parameter_values(self.flats(), self.collectives, self.tensor_parallel)
+        if (tp := self.tensor_parallel.world) > 1:
+            raise Refused(
+                f"the layers of this model are split over {tp} tensor-parallel ranks: a whole copy has other shapes; "
+                "build the model again and load engine.state_dict() into it"
+            )
+        self._meet_and_synchronize("engine.unsharded_model")
+        return whole.copy_module(self.model, states.parameter_values(self), torch.device(device), dtype)
 
     @torch.no_grad()
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full states on the CPU, by parameter name, with its counters. Collective."""
-        self.meet("engine.optimizer_state_dict")
-        self.synchronize()
-        trainable = list(self.trainable())
-        kept = states.optimizer_state(trainable, self.counts, self.rule, self.collectives, self.tensor_parallel)
-        return kept | {
-            "steps": self.steps,
-            "updates": self.updates.item(),
-            "loss_scale": self.loss_scale.state(),
-            "param_groups": self.optimizer.saved_groups(),
-        }
+        self._meet_and_synchronize("engine.optimizer_state_dict")
+        return states.optimizer_state(self)
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -612,16 +538,5 @@ class Engine:
 
         The state dict of a torch optimizer over the same parameters and groups is taken too.
         """
-        self.meet("engine.load_optimizer_state_dict")
-        self.synchronize()
-        if torch_states.is_torchs(saved):
-            named = {n: p for n, p in self.model.named_parameters() if n in self.arranged.group_of}
-            scale = self.loss_scale.state()
-            saved = torch_states.translate(saved, self.optimizer.param_groups, named, self.rule, scale)
-        trainable = list(self.trainable())
-        states.load_optimizer_state(trainable, self.counts, self.rule, self.device, self.tensor_parallel, saved)
-        self.steps = saved["steps"]
-        # A new tensor: an update may still be reading the old one.
-        self.updates = torch.full_like(self.updates, float(saved["updates"]))
-        self.loss_scale.load(saved["loss_scale"])
-        self.optimizer.load_groups(saved.get("param_groups"), self.steps)
+        self._meet_and_synchronize("engine.load_optimizer_state_dict")
+        states.load_optimizer_state(self, saved)

@@ -16,8 +16,6 @@ import torch
 from tiers.events import NOTHING, Scope, TierEvents
 
 if TYPE_CHECKING:
-    from tiers.base import Block
-    from tiers.transfer import Transfer
     from zerocli.engine.comm import Collectives, Pending
     from zerocli.engine.units.unit import Unit
     from zerocli.ranks.issued import Issued
@@ -127,60 +125,6 @@ class Subscribers(Events):
             for subscriber in chosen:
                 self.remove(subscriber)
 
-    def phase(self, name: str) -> Scope:
-        return _all_of([each.phase(name) for each in self._all]) if self.on else NOTHING
-
-    def unit(self, unit: Unit, phase: str, values: Any) -> Scope:
-        return _all_of([each.unit(unit, phase, values) for each in self._all]) if self.on else NOTHING
-
-    def gather(self, unit: Unit) -> Scope:
-        return _all_of([each.gather(unit) for each in self._all]) if self.on else NOTHING
-
-    def reduce(self, unit: Unit) -> Scope:
-        return _all_of([each.reduce(unit) for each in self._all]) if self.on else NOTHING
-
-    def update(self, unit: Unit) -> Scope:
-        return _all_of([each.update(unit) for each in self._all]) if self.on else NOTHING
-
-    def wait(self, cause: str) -> Scope:
-        return _all_of([each.wait(cause) for each in self._all]) if self.on else NOTHING
-
-    def collective(self, axis: Collectives, issued: Issued) -> Scope:
-        return _all_of([each.collective(axis, issued) for each in self._all]) if self.on else NOTHING
-
-    def completion(self, pending: Pending) -> Scope:
-        return _all_of([each.completion(pending) for each in self._all]) if self.on else NOTHING
-
-    def loss(self) -> Scope:
-        return _all_of([each.loss() for each in self._all]) if self.on else NOTHING
-
-    def copy(self, direction: str, nbytes: int) -> Scope:
-        return _all_of([each.copy(direction, nbytes) for each in self._all]) if self.on else NOTHING
-
-    def transfer(self, block: Block, transfer: Transfer, writes: bool, began: float) -> None:
-        for each in self._all:
-            each.transfer(block, transfer, writes, began)
-
-    def output(self, unit: Unit, value: Any) -> None:
-        for each in self._all:
-            each.output(unit, value)
-
-    def begin(self) -> None:
-        for each in self._all:
-            each.begin()
-
-    def step(self) -> None:
-        for each in self._all:
-            each.step()
-
-    def start(self, stage: str) -> None:
-        for each in self._all:
-            each.start(stage)
-
-    def save(self, stage: str) -> None:
-        for each in self._all:
-            each.save(stage)
-
 
 def _all_of(scopes: list[Scope]) -> Scope:
     """Return one scope that enters all of these."""
@@ -196,6 +140,24 @@ def _several(scopes: list[Scope]) -> Iterator[None]:
         for scope in scopes:
             stack.enter_context(scope)
         yield
+
+
+def _reported(name: str, has_scope: bool) -> Callable[..., Scope | None]:
+    """Return the method of `Subscribers` that reports the event of this name to all of them."""
+
+    def scope(self: Subscribers, *about: Any) -> Scope:
+        return _all_of([getattr(each, name)(*about) for each in self._all]) if self.on else NOTHING
+
+    def moment(self: Subscribers, *about: Any) -> None:
+        for each in self._all:
+            getattr(each, name)(*about)
+
+    return scope if has_scope else moment
+
+
+for _name, _event in (*vars(TierEvents).items(), *vars(Events).items()):
+    if not _name.startswith("_"):
+        setattr(Subscribers, _name, _reported(_name, _event.__annotations__["return"] == "Scope"))
 
 
 class Running:

@@ -22,6 +22,15 @@ from zerocli.layout.recompute import Recompute
 
 
 @dataclass(frozen=True)
+class Base:
+    """Frozen parameters that are loaded from elsewhere: checkpoints name them by a fingerprint and do not hold them."""
+
+    fingerprint: str
+    holds: Callable[[str], bool] = field(compare=False, repr=False)
+    """Whether a parameter, by its name, is one of them."""
+
+
+@dataclass(frozen=True)
 class Settings(Sharding):
     """Everything that decides how a model is sharded and trained: the description, and torch objects; see `shard`.
 
@@ -64,6 +73,8 @@ class Settings(Sharding):
     empty: bool = False
     """Whether the parameters of a model on the meta device start as zeros instead of initial values, because weights
     are loaded next, slice by slice: then no unit is ever whole in memory."""
+    loaded_base: Base | None = None
+    """Frozen parameters that checkpoints leave out; with it, `empty` is of these alone."""
     tier_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Additional arguments for tiers, by tier name."""
     device: torch.device | str | None = None
@@ -125,6 +136,8 @@ class Keywords(TypedDict, total=False):
     seed: int
     state: Mapping[str, torch.Tensor] | Callable[[str], torch.Tensor] | None
     empty: bool
+    base: str
+    loaded_base: Base | None
     device: torch.device | str | None
     group: dist.ProcessGroup | None
     tp: int | DeviceMesh

@@ -37,6 +37,7 @@ from zerocli.engine.events import SILENT, Events
 from zerocli.engine.recompute.selective import change_once
 from zerocli.engine.states.buffers import take_first
 from zerocli.engine.streams import SideStream, Waits
+from zerocli.errors import WrongValue
 from zerocli.layout.shards import nearest_divisor
 from zerocli.ranks.startup import STARTUP
 
@@ -297,7 +298,8 @@ def check_degree(tp: int, numbers: Mapping[str, int]) -> None:
     for name, number in numbers.items():
         if number % tp:
             nearest = nearest_divisor(tp, math.gcd(*numbers.values()))
-            raise ValueError(f"tp {tp} does not divide {name} {number}; the nearest that works is tp {nearest}")
+            fact = f"tp {tp} does not divide {name} {number}; the nearest that works is tp {nearest}"
+            raise WrongValue(fact, hint=f"--tp {nearest}")
 
 
 def planned_cuts(model: nn.Module, degree: int) -> dict[str, Cut]:

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
+from zerocli.layout.codecs import scratch_nbytes
 from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN, Entry
 
 BUCKETS, BUCKET_SUMS = "reduction buckets", "sums of buckets"
 """Names of the buckets, and of the buffers in which offloaded gradients are added up."""
+DECODING = "scratch of decoding"
+"""Name of the memory in which encoded parameters are decoded, a part at a time."""
 WRITTEN_SLOTS = "update slots of parameters"
 """Buffers that the update only writes; it makes them itself, where others are made to fetch into."""
 SPLIT_NBYTES = 12
@@ -72,6 +75,8 @@ def states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
 
 def parameters(flat: FlatSpec, sizing: Sizing) -> Spec:
     """Return a flat's parameters: the whole flat if it is resident, else the slice that this rank owns."""
+    if flat.codec:
+        return Spec("parameters", f"{flat.unit} parameters", flat.own_nbytes, 1, flat.tiers["parameters"])
     numel = flat.total if flat.resident(sizing) else flat.own.numel
     return Spec("parameters", f"{flat.unit} parameters", numel, flat.width, flat.tiers["parameters"])
 
@@ -109,9 +114,9 @@ def gradient_arenas(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]
 # -- gathering and reducing --------------------------------------------------------------------------------------------
 
 
-def gather_limits(flats: Sequence[FlatSpec], sizing: Sizing) -> dict[tuple[int, int], int]:
-    """Return the maximum number of gather buffers, by (elements, bytes per element)."""
-    sharers = Counter((flat.total, flat.width) for flat in flats if not flat.resident(sizing))
+def gather_limits(flats: Sequence[FlatSpec], sizing: Sizing) -> dict[tuple[int, int, int], int]:
+    """Return the maximum number of gather buffers, by `FlatSpec.gather_size`."""
+    sharers = Counter(flat.gather_size for flat in flats if not flat.resident(sizing))
     return {size: min(sizing.gather_buffers, count) for size, count in sharers.items()}
 
 
@@ -119,20 +124,33 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
     """Yield the gather buffers of units that are used in this order: for each flat size, as many as are in use at once.
 
     Those are of the unit that computes and the ones prefetched after it. In backward the unit before may still be
-    there. An embedding and a head of equal size are far apart, and take turns in one buffer.
+    there. An embedding and a head of equal size are far apart, and take turns in one buffer. A buffer of encoded flats
+    that are not on the device has one beside it in which they arrive.
     """
-    most: Counter[tuple[int, int]] = Counter()
+    most: Counter[tuple[int, int, int]] = Counter()
     for first in range(len(units)):
         near = units[first : first + sizing.gather_buffers + 1]
-        most |= Counter((flat.total, flat.width) for unit in near for flat in unit)
+        most |= Counter(flat.gather_size for unit in near for flat in unit)
     for size, limit in gather_limits([flat for unit in units for flat in unit], sizing).items():
+        numel, width, staged = size
         for _ in range(min(limit, most[size])):
-            yield Spec("gathered", gather_name(size[0]), *size)
+            yield Spec("gathered", gather_name(numel), numel, width)
+            if staged:
+                yield Spec("gathered", staged_name(staged), staged, 1)
+    encoded = [flat for unit in units for flat in unit if flat.codec]
+    if encoded:
+        longest = max(encoded, key=lambda flat: flat.total)
+        yield Spec("buffers", DECODING, scratch_nbytes(longest.codec, longest.total, sizing.device), 1)
 
 
 def gather_name(numel: int) -> str:
     """Return the name of gather buffers of `numel` elements."""
     return f"gather buffers of {numel} elements"
+
+
+def staged_name(nbytes: int) -> str:
+    """Return the name of the buffers in which encoded flats arrive."""
+    return f"encoded gathers of {nbytes} bytes"
 
 
 def bucket_numel(flats: Sequence[FlatSpec], sizing: Sizing, wire: int) -> int:

@@ -20,19 +20,27 @@ HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations"
 
 
 def model_states(
-    numel: int, stage: int, world: int, compute_bytes: int, grad_bytes: int, state_bytes: int
+    numel: int,
+    stage: int,
+    world: int,
+    compute_bytes: int,
+    grad_bytes: int,
+    state_bytes: int,
+    trained: int | None = None,
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer states that each rank holds.
 
-    The last three are bytes per parameter; `state_bytes` counts the optimizer's arrays and the master.
+    `compute_bytes` and the next two are bytes per parameter; `state_bytes` counts the optimizer's arrays and the
+    master. `trained` of the parameters are trained, all by default; the others are frozen.
     """
     split = stage_of(stage)
+    trained = numel if trained is None else trained
 
     def share(nbytes: int, partitioned: bool) -> int:
         return -(-nbytes // world) if partitioned else nbytes
 
     return {
         "parameters": share(numel * compute_bytes, split.parameters),
-        "gradients": share(numel * grad_bytes, split.gradients),
-        "optimizer_states": share(numel * state_bytes, split.optimizer),
+        "gradients": share(trained * grad_bytes, split.gradients),
+        "optimizer_states": share(trained * state_bytes, split.optimizer),
     }

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.placement import HBM, KINDS, Placement, Spill
+from zerocli.layout.codecs import GRAIN, encoded_nbytes
 from zerocli.layout.constants import SPLIT_UPDATE_CHUNK, UPDATE_CHUNK, stream_chunk
-from zerocli.layout.shards import Layout, Span, owned
+from zerocli.layout.shards import SHARD_ALIGN, Layout, Span, owned
 from zerocli.layout.stage import Stage
 
 FP32 = 4
@@ -95,6 +96,8 @@ class FlatSpec:
     held: Span
     """The span that this rank keeps optimizer states for: `own`, or all of it when the stage replicates them."""
     trainable: bool = True
+    codec: str = ""
+    """How its parameters are stored, if not in the compute dtype: see `zerocli.layout.codecs`."""
     tiers: Mapping[str, str] = field(default_factory=dict)
     """The tier of each piece, by kind; filled by `place`."""
 
@@ -112,11 +115,29 @@ class FlatSpec:
 
         A slice that covers the whole buffer needs no gathering, so a single rank needs no special case.
         """
+        if self.codec:
+            return False
         return self.tiers["parameters"] == HBM and (not sizing.stage.parameters or sizing.world == 1)
+
+    @property
+    def own_nbytes(self) -> int:
+        """Bytes of the parameters that this rank owns, as they are stored."""
+        return encoded_nbytes(self.codec, self.own.numel) if self.codec else self.own.numel * self.width
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes in which an encoded flat arrives before it is decoded; 0 if all of it is on the device already."""
+        arrives = self.own.numel < self.total or self.tiers["parameters"] != HBM
+        return encoded_nbytes(self.codec, self.total) if self.codec and arrives else 0
+
+    @property
+    def gather_size(self) -> tuple[int, int, int]:
+        """What flats that share gather buffers have in common: elements, bytes per element, and staged bytes."""
+        return self.total, self.width, self.staged_nbytes
 
     def pieces(self, sizing: Sizing) -> dict[str, int]:
         """Return the bytes of its pieces by kind; placement assigns a tier to each."""
-        sizes = {"parameters": self.own.numel * self.width}
+        sizes = {"parameters": self.own_nbytes}
         if self.trainable:
             sizes["gradients"] = self.own.numel * sizing.grad_width(self.width)
             sizes["optimizer"] = self.own.numel * sizing.state_width(self.width)
@@ -132,12 +153,29 @@ class FlatSpec:
 
 
 def flat_spec(
-    unit: str, layout: Layout, width: int, stage: Stage, world: int, rank: int = 0, trainable: bool = True
+    unit: str,
+    layout: Layout,
+    width: int,
+    stage: Stage,
+    world: int,
+    rank: int = 0,
+    trainable: bool = True,
+    codec: str = "",
 ) -> FlatSpec:
-    """Return the flat of a layout for `rank` of `world`; its pieces have no tier yet."""
+    """Return the flat of a layout for `rank` of `world`; its pieces have no tier yet.
+
+    An encoded flat is whole on every rank unless the stage partitions parameters: nothing else needs a slice of it.
+    """
     own = owned(layout.total, world, rank)
+    if codec and not stage.parameters:
+        own = Span(0, layout.total)
     held = own if stage.optimizer else Span(0, layout.total)
-    return FlatSpec(unit, layout, width, own, held, trainable)
+    return FlatSpec(unit, layout, width, own, held, trainable, codec)
+
+
+def align_of(codec: str) -> int:
+    """Return what the slices of ranks are multiples of."""
+    return GRAIN if codec else SHARD_ALIGN
 
 
 def place(flats: Iterable[FlatSpec], placement: Placement, sizing: Sizing) -> list[FlatSpec]:

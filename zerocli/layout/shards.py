@@ -46,9 +46,9 @@ def round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def padded_numel(numel: int, world: int) -> int:
-    """Return `numel` padded so that `world` equal slices, each a multiple of SHARD_ALIGN, tile it exactly."""
-    return round_up(numel, world * SHARD_ALIGN)
+def padded_numel(numel: int, world: int, align: int = SHARD_ALIGN) -> int:
+    """Return `numel` padded so that `world` equal slices, each a multiple of `align`, tile it exactly."""
+    return round_up(numel, world * align)
 
 
 def owned(padded: int, world: int, rank: int) -> Span:
@@ -120,8 +120,11 @@ class Layout:
         return [(group, span) for group, span in cut if span.numel]
 
 
-def lay_out(parameters: Sequence[tuple[str, tuple[int, ...], int]], world: int) -> Layout:
-    """Place (name, shape, group) triples one after another, group by group, for `world` ranks."""
+def lay_out(parameters: Sequence[tuple[str, tuple[int, ...], int]], world: int, align: int = SHARD_ALIGN) -> Layout:
+    """Place (name, shape, group) triples one after another, group by group, for `world` ranks.
+
+    Parameters, and slices of ranks, start at multiples of `align`.
+    """
     entries: list[Entry] = []
     starts: list[tuple[int, int]] = []
     at = 0
@@ -130,10 +133,10 @@ def lay_out(parameters: Sequence[tuple[str, tuple[int, ...], int]], world: int) 
         starts.append((group, at))
         for name, shape, its_group in parameters:
             if its_group == group:
-                at = round_up(at, PARAM_ALIGN)
+                at = round_up(at, max(align, PARAM_ALIGN))
                 entries.append(Entry(name, tuple(shape), at, group))
                 at += math.prod(shape)
-    total = padded_numel(at, world)
+    total = padded_numel(at, world, align)
     ends = [start for _, start in starts[1:]] + [total]
     regions = tuple((group, Span(start, end)) for (group, start), end in zip(starts, ends, strict=True))
     return Layout(tuple(entries), regions, total)

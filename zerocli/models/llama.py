@@ -127,6 +127,8 @@ class Attention(nn.Module):
         self.rotary = rotary
         wide, qkv_width = self.heads * self.head_dim, (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Linear(config.hidden, qkv_width, config.qkv_bias)
+        keys = self.kv_heads * self.head_dim
+        self.qkv.parts = {"q": wide, "k": keys, "v": keys}
         self.q_norm, self.k_norm = None, None
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps=config.norm_eps) for _ in range(2))
@@ -153,6 +155,7 @@ class MLP(nn.Module):
         super().__init__()
         width = config.mlp_hidden or -(-8 * config.hidden // (3 * 256)) * 256
         self.gate_up = Linear(config.hidden, 2 * width, config.mlp_bias)
+        self.gate_up.parts = {"gate": width, "up": width}
         self.down = Linear(width, config.hidden, config.mlp_bias, residual_std(config.layers))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -84,6 +84,9 @@ def init_normal_(weight: Tensor, std: float) -> None:
 class Linear(nn.Linear):
     """A linear layer whose weight starts normal with `init_std`, and whose bias starts at zero."""
 
+    parts: dict[str, int] | None = None
+    """Rows of each of the matrices that are one here and several in Hugging Face's models, by name."""
+
     def __init__(self, inputs: int, outputs: int, bias: bool = False, init_std: float = INIT_STD) -> None:
         self.init_std = init_std  # before the parent's constructor, which calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)

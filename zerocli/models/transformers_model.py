@@ -67,8 +67,7 @@ def read(folder: str) -> Any:
     """Return the config of a folder as transformers reads it, for training: nothing cached, nothing else returned."""
     path = hub.config_path(folder)
     values, places, _ = configfile.read_values(path)
-    if values.get("quantization_config"):
-        raise UserError(f"{path}: quantization_config: quantized weights are not trained", hint="the original weights")
+    hub.refuse_quantized(path, values)
     config = hub.read_config(hub.ConfigFile(values, places, path))
     for each in (config, config.get_text_config()):
         for name, value in (("use_cache", False), ("return_dict", True), ("output_hidden_states", False)):

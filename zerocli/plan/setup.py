@@ -19,7 +19,7 @@ from zerocli.config import (
     placement_at,
     sharding_of,
 )
-from zerocli.errors import UserError
+from zerocli.errors import UserError, user_error
 from zerocli.layout.constants import MIN_COMPILED_STEPS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.recompute import AUTO, Recompute
@@ -43,12 +43,16 @@ class Setup(Sharding):
     """Maximum number of checkpoints in the run folder, including the one being written; 0: nothing is saved."""
     saves_elsewhere: bool = False
     """Whether the run folder cannot be on the node's disks, as it has none: then no tier counts the checkpoints."""
+    base_elsewhere: bool = False
+    """Whether frozen parameters are those of a model's folder, which checkpoints name and do not hold."""
     checkpoint_buffer: int = CheckpointConfig.buffer
     """Bytes of host memory per rank for writing checkpoints."""
     compiled: bool = False
     """Whether blocks are compiled, which changes seconds only: bytes are those of eager blocks."""
     packed: bool = False
     """Whether rows hold several documents: a batch then has positions, and attention a mask."""
+    loads: bool = False
+    """Whether weights are read from files, so that a base has no initial values."""
     device: str = "cuda"
     """`cuda`, or `cpu`: no GPU, and host memory is reported as hbm."""
     arrays: tuple[int, tuple[int, int]] | None = None
@@ -60,7 +64,7 @@ class Setup(Sharding):
         try:
             super().__post_init__()
         except ValueError as error:
-            raise UserError(str(error)) from error
+            raise user_error(error) from error
         if self.precision == "auto":
             object.__setattr__(self, "precision", "bf16" if self.device == "cuda" else "fp32")
 
@@ -176,7 +180,7 @@ class Setup(Sharding):
         try:
             return per_rank(placement_at(self.offload, self.stage), self.local_ranks)
         except ValueError as error:
-            raise UserError(str(error)) from error
+            raise user_error(error) from error
 
     def checkpoint_shares(self) -> tuple[Share, ...]:
         """Return the tiers of the blocks' checkpoints, in order, with one rank's budgets."""
@@ -234,7 +238,9 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "batch": train.batch,
         "seq": train.seq,
         "packed": config.data.pack and _has_documents(config.data.path),
+        "loads": bool(train.init_from),
         "checkpoints": num_checkpoints(config),
+        "base_elsewhere": bool(config.lora.rank and train.init_from),
         "checkpoint_buffer": config.checkpoint.buffer,
         "compiled": config.model.compile is True
         or (config.model.compile == AUTO and train.steps >= MIN_COMPILED_STEPS),

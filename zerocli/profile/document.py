@@ -15,18 +15,19 @@ from typing import Any
 from zerocli.config import Config, to_dict
 from zerocli.errors import UserError
 from zerocli.layout.categories import CATEGORIES
-from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time import bench
+from zerocli.plan.time.compute import model_flops
 from zerocli.plan.time.hardware import this_machine
 from zerocli.plan.time.seconds import estimate
-from zerocli.profile import rates
 from zerocli.profile.finding import finding
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
+from zerocli.profile.peak_rates import peak_tflops
 
 SCHEMA = 1
 STATES = ("parameters", "gradients", "optimizer_states")
@@ -151,7 +152,7 @@ def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[
 
 def config_shape(config: Config) -> Shape | None:
     """Return the shape of a config's model; None if other code than ours builds it."""
-    return None if config.model.external else shape_of(config.model, config.train.seq)
+    return None if config.model.external else run_shape(config)
 
 
 def rows(record: Mapping[str, Any], tiers: Iterable[str], plan: Plan | None) -> list[dict[str, Any]]:
@@ -203,8 +204,8 @@ def utilisation(config: Config, facts: Mapping[str, Any], tokens: float, total: 
     shape = config_shape(config)
     if shape is None:
         return {"tflops": None, "utilisation": None, "best_tflops": None}
-    rate = rates.model_flops(shape, config.train.seq, round(tokens)) / total / facts["ranks"] / 1e12
-    best = rates.peak_tflops(facts["gpu"], facts["precision"]) if facts["gpu"] else None
+    rate = model_flops(shape, config.train.seq, round(tokens)) / total / facts["ranks"] / 1e12
+    best = peak_tflops(facts["gpu"], facts["precision"]) if facts["gpu"] else None
     return {"tflops": rate, "utilisation": rate / best if best else None, "best_tflops": best}
 
 

@@ -13,7 +13,7 @@ from zerocli.plan.rows import Plan
 from zerocli.profile import table
 from zerocli.profile.ledger import UNATTRIBUTED
 
-WAITS = 0.2
+MIN_WAIT_SHARE = 0.2
 """From this share of a step on, its waits are named."""
 
 Predict = Callable[[Config, Mapping[str, Any]], tuple[Plan | None, str]]
@@ -79,7 +79,7 @@ def changes(config: Config, facts: Mapping[str, Any], category: str) -> list[tup
 def _waits(step: Mapping[str, Any]) -> str:
     """Return the largest cause of waiting, if the waits are a good part of the step."""
     waits = {cause: seconds for cause, seconds in (step.get("waits") or {}).items() if seconds}
-    if not waits or not step["seconds"] or sum(waits.values()) < WAITS * step["seconds"]:
+    if not waits or not step["seconds"] or sum(waits.values()) < MIN_WAIT_SHARE * step["seconds"]:
         return ""
     cause = max(waits, key=lambda name: waits[name])
     return f"{100 * waits[cause] / step['seconds']:.0f} % of a step's time is waiting for {cause}"

@@ -115,15 +115,9 @@ class Ledger:
 
     def held(self, index: int) -> Held:
         """Return what was alive right after the event of this index."""
-        alive: dict[int, Allocation] = {}
-        for event in self.events[: index + 1]:
-            if event.sign > 0:
-                alive[id(event.allocation)] = event.allocation
-            else:
-                alive.pop(id(event.allocation), None)
         rows: Counter[str] = Counter()
         names: Counter[tuple[str, str]] = Counter()
-        for each in alive.values():
+        for each in _alive(self.events[: index + 1]):
             rows[each.category] += each.nbytes
             names[each.name, each.category] += each.nbytes
         last = self.events[index] if index >= 0 else None

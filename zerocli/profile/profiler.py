@@ -22,13 +22,14 @@ from zerocli.config.options import RunOptions
 from zerocli.engine.engine import Engine
 from zerocli.plan.time import bench
 from zerocli.profile import clock as clocks
-from zerocli.profile import places, rates
+from zerocli.profile import places
 from zerocli.profile.clock import Clock, Segment, Span
 from zerocli.profile.follow import RUNTIME, Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
 from zerocli.profile.observer import Observer, facts, made, offloaded, system
+from zerocli.profile.peak_rates import best_links
 from zerocli.profile.recorder import EventRecorder
 from zerocli.profile.runs import FILE
 from zerocli.profile.timeline import make_timeline
@@ -337,7 +338,7 @@ def _phase(segment: Segment) -> str:
 
 def links(steps: list[list[Span]], config: Config) -> list[dict[str, Any]]:
     """Return, for each lane that moved bytes, the rate achieved while busy and the link's peak, in GB/s."""
-    known = rates.best_links(bench.remembered(bench.gather(()), tuple(config.offload.nvme_path)))
+    known = best_links(bench.remembered(bench.gather(()), tuple(config.offload.nvme_path)))
     found = []
     for lane in clocks.MOVES:
         nbytes = sum(span.nbytes for spans in steps for span in spans if span.lane == lane)

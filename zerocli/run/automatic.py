@@ -13,13 +13,14 @@ from zerocli import machine
 from zerocli.config import Config, with_dividing_batch
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
-from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
 from zerocli.plan.search import automatic
 from zerocli.plan.search.auto import Choice
 from zerocli.plan.search.recompute import room_here
 from zerocli.plan.setup import Setup, setup_of
+from zerocli.plan.time import bench
 from zerocli.plan.time.hardware import Hardware
 from zerocli.regular_files import write_text
 
@@ -82,9 +83,14 @@ def choose_together(
     """
     if not options.auto:
         return Chosen(config)
+    paths = config.offload.nvme_path if "offload.placement" in options.auto else ()
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    # One rank of each node measures; the others wait, and find what it measured in the node's cache.
+    lines = gather(bench.measure_unknown(bench.gather(paths), paths) if first and paths else [])
     hardware = least_of_all(automatic.hardware_here(config.offload.nvme_path, setup, room), gather)
     steps = min(gather(_compiled_steps(config, options, setup)))
-    return _choose(config, options, setup, hardware, model, steps)
+    chosen = _choose(config, options, setup, hardware, model, steps)
+    return dataclasses.replace(chosen, lines=(*lines[0], *chosen.lines))
 
 
 def _compiled_steps(config: Config, options: RunOptions, setup: Setup) -> int:
@@ -103,7 +109,7 @@ def least_of_all(hardware: Hardware, gather: Any) -> Hardware:
 def _choose(
     config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None, steps: int
 ) -> Chosen:
-    model = Formula(shape_of(config.model, config.train.seq)) if model is None else model
+    model = Formula(run_shape(config)) if model is None else model
     setup = dataclasses.replace(setup, checkpoints=0)  # those are in the run folder, not on the nvme tier
     whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole, steps)

@@ -177,6 +177,8 @@ def load(engine: Engine, config: Config, weights: Weights, tell: Tell) -> None:
         tell(f"{format_count(engine.numel)} parameters from {weights.path}, {names}; {sharded}")
         return
     found = candidates(weights.path, weights.step)
+    if engine.settings.loaded_base is not None and config.train.init_from:
+        load_weights(engine, config.train.init_from, config.model)
     for path in found:
         try:
             load_parameters(engine, path)

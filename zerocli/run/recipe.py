@@ -31,7 +31,9 @@ EVAL_TOKENS = 2**16
 """About as many tokens are evaluated at once, as far as nobody says how many."""
 LR, LR_PARAMETERS, MAX_LR = 2e-5, 7e9, 3e-4
 """Full fine-tuning of 7B with AdamW; it falls with the fourth root of the parameters (124M: 5e-5, 70B: 1e-5)."""
-FAR = 30.0
+LORA_LR, MAX_LORA_LR = 2e-4, 1e-3
+"""The same for adapters: ten times as much."""
+TOO_HIGH_LR = 30.0
 """A learning rate as many times above that rule is said to be high."""
 ADAM = ("adamw", "adam")
 GLOBAL_BATCH, MIN_STEPS = 64, 50
@@ -113,16 +115,21 @@ def choose(config: Config, given: frozenset[str], plan: Plan) -> list[Default]:
 
 
 def _of_optimizer(config: Config) -> Iterator[Default]:
-    """Yield what recipes of full fine-tuning have."""
+    """Yield what recipes of full fine-tuning, or of adapters, have."""
+    usual, most = (LORA_LR, MAX_LORA_LR) if config.lora.rank else (LR, MAX_LR)
     if config.optimizer.name.lower() in ADAM:
         numel = sum(hub.stored(config.train.init_from).values())
-        rule = f"{LR:g} x (7B / parameters)^(1/4), at most {MAX_LR:g}"
+        rule = f"{usual:g} x (7B / parameters)^(1/4), at most {most:g}"
         if numel:
-            rate = min(MAX_LR, LR * (LR_PARAMETERS / numel) ** 0.25)
+            rate = min(most, usual * (LR_PARAMETERS / numel) ** 0.25)
             yield Default("optimizer.lr", float(f"{rate:.1e}"), f"{rule}; of {format_count(numel)}")
         yield Default("optimizer.betas", [0.9, 0.999], "as fine-tuning recipes have them")
     yield Default("optimizer.warmup", 0.03, "a share of the run")
     yield Default("optimizer.weight_decay", 0.0, "the weights are trained already")
+    if config.lora.rank:
+        yield Default("lora.alpha", 2.0 * config.lora.rank, "twice the rank, as most recipes of adapters have it")
+        yield Default("lora.targets", list(config.lora.targets), "all linear layers but the output layer")
+        yield Default("lora.dropout", config.lora.dropout, "adapters of few parameters seldom need it")
 
 
 def shape(config: Config, given: frozenset[str], plan: Plan, lengths: Lengths) -> list[Default]:
@@ -340,7 +347,7 @@ def notes(config: Config, given: frozenset[str]) -> list[str]:
     usual = next((each.value for each in _of_optimizer(config) if each.key == "optimizer.lr"), 0.0)
     if optimizer.lr == 0:
         found.append("lr 0: no parameter will change")
-    elif is_fine_tuning(config) and usual and optimizer.lr >= FAR * usual and "optimizer.lr" in given:
+    elif is_fine_tuning(config) and usual and optimizer.lr >= TOO_HIGH_LR * usual and "optimizer.lr" in given:
         found.append(f"lr {optimizer.lr:g} is {optimizer.lr / usual:,.0f} times the {usual:g} of a model of this size")
     if optimizer.warmup >= 1 and not config.train.epochs and optimizer.warmup > 2 * config.train.steps:
         share = config.train.steps / optimizer.warmup
@@ -367,6 +374,7 @@ def table(config: Config, chosen: list[Default], given: frozenset[str]) -> str:
 
 
 _SHOWN = (
+    *("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.save_modules", "lora.start"),
     *("optimizer.name", "optimizer.lr", "optimizer.warmup", "optimizer.schedule", "optimizer.min_lr"),
     *("optimizer.weight_decay", "optimizer.betas", "train.clip", "train.seq", "train.epochs", "train.steps"),
     *("train.batch", "train.accumulate", "train.global_batch", "checkpoint.every", "train.eval_every"),
@@ -380,6 +388,8 @@ def _is_set(config: Config, key: str) -> bool:
         return not config.train.epochs
     if key == "train.accumulate":
         return not config.train.global_batch
+    if key.startswith("lora."):
+        return config.lora.rank > 0 and (bool(get(config, key)) or key == "lora.dropout")
     return bool(get(config, key)) or key.startswith("optimizer.")
 
 

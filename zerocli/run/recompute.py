@@ -18,8 +18,9 @@ from zerocli.config import AUTO, Config, sharding_of
 from zerocli.engine.precision import precision
 from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
+from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
-from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
 from zerocli.plan.models.traced import Traced, trace
@@ -48,7 +49,7 @@ def choose_blocks(config: Config, traced: Model | str = NOT_TRACED, room: int | 
     if problem:
         return WHOLE, f"all blocks recomputed ({problem})"
     try:
-        model = Formula(shape_of(config.model, config.train.seq)) if isinstance(traced, str) else traced
+        model = Formula(run_shape(config)) if isinstance(traced, str) else traced
         decided, reason = decide(model, setup, room)
     except UserError as error:  # the engine says it in its own words, or knows better
         return WHOLE, f"all blocks recomputed (there is no plan: {error})"
@@ -117,7 +118,7 @@ def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
         return NOT_TRACED
 
     def make() -> Any:
-        return build_external(config.model, config.train.seq)
+        return adapted(build_external(config.model, config.train.seq), config)
 
     try:
         setup = replace(run_setup(config), offload=Placement())

@@ -18,8 +18,9 @@ from zerocli.data.batches import Batch, Batches, Prefetcher
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.garbage import long_lived
+from zerocli.models.lora import idle_note
 from zerocli.profile.lines import History, Line
-from zerocli.run.between import BetweenSteps
+from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.output import report
 from zerocli.run.output.metrics import MetricsFile, Recorder
 from zerocli.run.output.writers import Writers
@@ -131,7 +132,8 @@ class Loop:
             total += micro_step(engine, next(self._loader), (train.seed, step, micro, replica), weight)
         self._keep(self._recorder.record(engine.step(), total / train.accumulate))
         if step == self._run.first:
-            for note in (*engine.hooks.blocks.notes, *engine.activations.notes):
+            idle = idle_note(engine.model)
+            for note in (*engine.hooks.blocks.notes, *engine.activations.notes, *([idle] if idle else [])):
                 self._run.tell(note)
 
     def finish_step(self, step: int) -> bool:

@@ -24,6 +24,7 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint import source_files
+from zerocli.checkpoint.adapters import base_of
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
 from zerocli.config.options import RunOptions
@@ -44,8 +45,9 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import local_numel
-from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError
+from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError, user_error
 from zerocli.models import Decoder, build_model
+from zerocli.models.lora import adapted, is_adapter
 from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.models.traced import Traced
 from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
@@ -56,7 +58,7 @@ from zerocli.ranks.store import CONNECT_SECONDS
 from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together, with_open_batch
-from zerocli.run.between import BetweenSteps
+from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
 from zerocli.run.processes import rank_loss
@@ -268,10 +270,12 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
 
 
 def make_model(config: Config, device: str = "meta") -> nn.Module:
-    """Return the model on `device`; a factory's model is always on meta, without memory."""
+    """Return the model on `device`, with its adapters; a factory's model is always on meta, without memory."""
     if config.model.factory:
-        return build_external(config.model, config.train.seq)
-    return build_model(config.model, config.train.seq, device)
+        model = build_external(config.model, config.train.seq)
+    else:
+        model = build_model(config.model, config.train.seq, device)
+    return adapted(model, config)
 
 
 def schedule_of(config: Config) -> Callable[[int], float]:
@@ -296,12 +300,14 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         compile=config.model.compile,
         steps=config.train.steps,
         seed=config.train.seed,
+        loaded_base=base_of(config, model),
+        keep_fp32=(lambda name, _: is_adapter(name)) if config.lora.dtype == "fp32" else None,
         defer_update=True,  # nothing here reads a parameter between a step and the next forward
     )
     try:
         return Engine(model, dataclasses.replace(settings, **changes))
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise user_error(error) from error
     except DoesNotFit as error:
         raise UserError(str(error), hint=error.hint, exit_code=DOES_NOT_FIT) from error
 
@@ -318,7 +324,7 @@ def refuse_overwriting(options: RunOptions) -> None:
 
 def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> int:
     """Load the run's starting state into the engine; return its first step. Collective."""
-    if not options.resume and not config.train.init_from:
+    if not options.resume and not config.train.init_from and not config.lora.rank:
         return 1
     from zerocli.run.folders import resume  # imports torch's checkpoints, which takes a second
 
@@ -392,11 +398,15 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def count_parameters(config: Config) -> tuple[int, int]:
-    """Return (the model's parameters, those of one rank under tensor parallelism), without building every block."""
+def count_parameters(config: Config) -> tuple[int, int, int]:
+    """Return (the model's parameters, those of one rank under tensor parallelism, those that are trained).
 
-    def count(model: nn.Module) -> tuple[int, int]:
-        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp)
+    Does not build every block.
+    """
+
+    def count(model: nn.Module) -> tuple[int, int, int]:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp), trained
 
     layers = config.model.layers
     if config.model.external or layers < 3:
@@ -405,8 +415,8 @@ def count_parameters(config: Config) -> tuple[int, int]:
         count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
         for num in (1, 2)
     ]
-    numel, local = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
-    return numel, local
+    numel, local, trained = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
+    return numel, local, trained
 
 
 def dry_run(config: Config, options: RunOptions) -> int:
@@ -424,10 +434,10 @@ def dry_run(config: Config, options: RunOptions) -> int:
     for line in (*notes_of(options.source), *chosen.lines):
         say(line)
     try:
-        numel, local = count_parameters(config)
-        held = report.planned_memory(config, numel, local)
+        numel, local, trained = count_parameters(config)
+        held = report.planned_memory(config, numel, local, trained)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise user_error(error) from error
     if config.model.external and config.activations.policy == AUTO:
         say("activations: chosen when a run starts: the model is traced then")
     document |= {"config": to_dict(config), "parameters": numel, "memory": held}

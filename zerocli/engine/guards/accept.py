@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocli.engine.guards.parameters import refuse_unsuitable
 from zerocli.errors import Refused
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -16,6 +17,8 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 def refuse_model(model: nn.Module) -> None:
     """Raise Refused for a model that cannot be sharded: without values, or distributed already."""
+    for name, parameter in model.named_parameters():
+        refuse_unsuitable(parameter, name)
     for path, module in model.named_modules():
         where = path or "the model"
         kinds = [kind.__name__ for kind in type(module).__mro__]

@@ -31,7 +31,7 @@ from zerocli.engine.guards.holders import (
     storage_of,
     uses,
 )
-from zerocli.engine.guards.parameters import CALLABLE, READABLE, Guarded, derived, may_be_edited
+from zerocli.engine.guards.parameters import Guarded, derived, may_be_edited, reads_no_values
 from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
@@ -39,6 +39,8 @@ from zerocli.errors import Refused
 _DATA: Any = torch._C.TensorBase.data
 _REASON = "_zerocli_invalidated"
 _MEMORY = "_zerocli_memory"
+_SEARCHES = 3
+"""Searches of all objects in a row that may find nothing."""
 _INSTEAD = "compute it in forward, keep a copy (.clone()) of its values, or read engine.state_dict()"
 
 
@@ -47,9 +49,7 @@ class Invalidated:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE:
+        if reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise Refused(_first_reason((args, kwargs)))
@@ -77,23 +77,30 @@ class Reason:
         return f"a tensor of shape {tuple(tensor.shape)}{held} shared memory with {self._name}{self._fact}: {_INSTEAD}"
 
 
-def invalidate_released(model: nn.Module, buffers: Callable[[], list[ReleasedBuffer]], thorough: bool) -> bool:
-    """Take their values away from views that users keep of released gather buffers; return whether none is left.
+class ReleasedViews:
+    """Views that users keep of released gather buffers, which would not follow a change of the parameters."""
 
-    Called when parameters have changed: in plain torch such a view follows them. Young objects are searched first,
-    and all only if `thorough`.
-    """
-    for generation in (0, 1, 2):
-        if not (released := {each.storage: each for each in buffers()}):
-            return True
-        if generation < 2 or thorough:
-            for storage, tensors in on_storages(live_tensors(generation), released).items():
-                for tensor in tensors:
-                    if not isinstance(tensor, Guarded | Invalidated) and not is_own(tensor):
-                        name = _name_at(released[storage], tensor)
-                        invalidate(tensor, Reason(name, model, ", which has changed since"))
-            tensors, tensor = [], torch.empty(0)  # hold none
-    return not buffers()
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._searches = _SEARCHES
+
+    def invalidate(self, buffers: Callable[[], list[ReleasedBuffer]]) -> None:
+        """Take the values of such views away; called when the parameters in `buffers` have changed.
+
+        Young objects are searched first. What is found nowhere is held by a graph; it is not looked for among all
+        objects again and again.
+        """
+        for generation in (0, 1, 2):
+            if not (released := {each.storage: each for each in buffers()}):
+                break
+            if generation < 2 or self._searches > 0:
+                for storage, tensors in on_storages(live_tensors(generation), released).items():
+                    for tensor in tensors:
+                        if not isinstance(tensor, Guarded | Invalidated) and not is_own(tensor):
+                            name = _name_at(released[storage], tensor)
+                            invalidate(tensor, Reason(name, self._model, ", which has changed since"))
+                tensors, tensor = [], torch.empty(0)  # hold none
+        self._searches = self._searches - 1 if buffers() else _SEARCHES
 
 
 def _name_at(released: ReleasedBuffer, tensor: torch.Tensor) -> str:
@@ -231,7 +238,7 @@ class Aliases:
     def _knows(self, tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
         return id(tensor) in self._known or any(tensor is other for other in others)
 
-    def settle(self, flats: Iterable[Flat]) -> None:
+    def redirect(self, flats: Iterable[Flat]) -> None:
         """Point each alias at the new memory of its parameter; take its values away where that is not possible."""
         places = {
             id(parameter): (flat, entry.offset)

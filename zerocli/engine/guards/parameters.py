@@ -150,13 +150,10 @@ class Released(Guarded):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        allowed = attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE
-        if allowed:
+        if reads_no_values(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if name in _CONVERSIONS and isinstance(args[0], Released):
+        if getattr(func, "__name__", "") in _CONVERSIONS and isinstance(args[0], Released):
             return _converted(func, *args, **(kwargs or {}))
         raise Refused(no_values(first_released((args, kwargs))))
 
@@ -177,9 +174,7 @@ class Pending(Guarded):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE or name == "data_ptr":
+        if reads_no_values(func) or getattr(func, "__name__", "") == "data_ptr":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise Refused(
@@ -198,6 +193,13 @@ _INSTEAD = (
     "engine.unsharded_model(device, dtype) gives a converted copy; new values are copied into it by "
     "p.data.copy_(values)"
 )
+
+
+def reads_no_values(func: Any) -> bool:
+    """Whether a function of tensors may be called on one without values, as `__torch_function__` gets it."""
+    name = getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return attribute in READABLE if name in ("__get__", "__set__") else name in CALLABLE
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -5,29 +5,22 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerocli.engine.optimizer.copies import HOOKS, METHODS, SHARED_HOOKS
-from zerocli.engine.optimizer.groups import Arranged
-from zerocli.engine.optimizer.optim import FlatOptimizer, Group
+from zerocli.engine.optimizer.optim import Group
 from zerocli.engine.optimizer.whole_rule import HeldStates, PersistentOptimizer
 from zerocli.errors import Refused
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 _STATE_HOOKS = tuple(
     f"register_{which}_{when}_hook" for which in ("state_dict", "load_state_dict") for when in ("pre", "post")
 )
-
-
-class Steps(Protocol):
-    """The engine's methods behind those of its optimizer."""
-
-    def step(self) -> Any: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-    def optimizer_state_dict(self) -> dict[str, Any]: ...
-    def load_optimizer_state_dict(self, saved: Mapping[str, Any]) -> None: ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,16 +31,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     its groups become these ones, and its methods those of this object.
     """
 
-    def __init__(
-        self,
-        engine: Steps,
-        rule: FlatOptimizer,
-        optimizer: Any,
-        lr: float | Callable[[int], float] | None,
-        arranged: Arranged,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
-        self._engine, self._rule = engine, rule
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._rule, arranged = engine, engine.rule, engine.arranged
+        optimizer, lr = engine.settings.optimizer, engine.settings.lr
+        parameters = dict(engine.model.named_parameters())
         self._schedule: Callable[[int], float] | None = lr if callable(lr) else None
         self._factors = arranged.factors
         self._last: tuple[Group, ...] = ()
@@ -71,10 +58,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._shown: list[Any] = [group.get("lr") for group in self.param_groups]
         self._members = [id(p) for group in self.param_groups for p in group["params"]]
         self.state = HeldStates(dict)
-        if self._instance is not None and not isinstance(rule, PersistentOptimizer):
+        if isinstance(self._rule, PersistentOptimizer):
+            self._show_groups_of(self._rule.adopt(parameters, arranged.group_of, engine.device))
+        elif self._instance is not None:
             self._instance.state = HeldStates(dict)
 
-    def show_groups_of(self, made: torch.optim.Optimizer) -> None:
+    def _show_groups_of(self, made: torch.optim.Optimizer) -> None:
         """Show the groups of the optimizer object that makes the steps, so that changes to them reach it."""
         for own, group in zip(made.param_groups, self.param_groups, strict=True):
             for key, value in group.items():

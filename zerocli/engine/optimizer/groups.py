@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from zerocli.engine.optimizer.rules import MuonWithAdamW
 from zerocli.engine.optimizer.torchrule import TorchOptimizer, WholeOptimizer
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.errors import Refused, RefusedValue
+
+if TYPE_CHECKING:
+    from zerocli.engine.settings import Settings
 
 DEFAULT_LR = 3e-4
 
@@ -54,15 +57,10 @@ class Arranged:
     group_of: Mapping[str, int]
 
 
-def arrange(
-    model: nn.Module,
-    rule: FlatOptimizer,
-    optimizer: Any,
-    groups: Sequence[ParamGroup],
-    lr: float | Callable[[int], float] | None,
-    weight_decay: float | None,
-) -> Arranged:
+def arrange(model: nn.Module, rule: FlatOptimizer, settings: Settings) -> Arranged:
     """Assign each parameter to a group; freezes parameters of frozen groups. Raises ValueError."""
+    optimizer, groups = settings.optimizer, settings.groups
+    lr, weight_decay = settings.lr, settings.weight_decay
     if isinstance(optimizer, torch.optim.Optimizer):
         given = {"groups": groups or None, "lr": lr, "weight_decay": weight_decay}
         named = [name for name, value in given.items() if value is not None]

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
+Arrays = Mapping[str, Tensor]
+"""The states of a piece or of a parameter, by name."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,26 @@ class StepValues:
         return At(self.counts[history], self.skip, history)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A parameter in a step: its whole values, its gradient if it has one, and the memory of its states."""
+
+    name: str
+    master: Tensor
+    grad: Tensor | None
+    states: Arrays
+
+
+@dataclass(frozen=True)
+class History:
+    """Optimizer state of one parameter other than arrays of its shape."""
+
+    count: int
+    """Number of updates of the parameter."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    tensors: Arrays = field(default_factory=dict)
+
+
 class FlatOptimizer(ABC):
     """An elementwise update rule on one-dimensional fp32 memory; subclass it for a rule of your own.
 
@@ -87,15 +111,7 @@ class FlatOptimizer(ABC):
     """Whether `advance` must be called."""
 
     @abstractmethod
-    def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        scale: torch.Tensor | None,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         """Update `master` and `states` in place.
 
         `grad` (fp32) may be overwritten; it must still be divided by `scale` unless that is None. `group` has the
@@ -123,23 +139,28 @@ class FlatOptimizer(ABC):
         """Return the tensors that it keeps for a parameter other than `state_names`; every rank has them whole."""
         return {}
 
-    def load(  # noqa: B027 (optional)
-        self,
-        name: str,
-        history: int,
-        group: int,
-        count: int,
-        numbers: Mapping[str, float],
-        tensors: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Load a parameter's `numbers` and `tensors`, saved after `count` updates."""
+    def load(self, name: str, history: int, group: int, saved: History) -> None:  # noqa: B027 (optional)
+        """Load a parameter's `numbers` and `tensors`, saved after `saved.count` updates."""
 
     def forget(self) -> None:  # noqa: B027 (optional)
         """Drop everything that it keeps other than `state_names`."""
 
     def is_whole(self, group: Group) -> bool:
-        """Whether it needs the group's parameters whole: see `WholeOptimizer`."""
+        """Whether it needs the group's parameters whole: see `WholeRule`."""
         return self.whole
+
+
+class WholeRule(FlatOptimizer):
+    """A rule on whole parameters in their own shapes, one by one."""
+
+    whole = True
+
+    def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
+        raise AssertionError("this rule needs whole parameters")
+
+    @abstractmethod
+    def update_whole(self, row: Row, group: Group, at: At) -> None:
+        """Update the row's `master` and `states` in place; it has a gradient."""
 
 
 class FusedAdam(FlatOptimizer):
@@ -163,15 +184,7 @@ class FusedAdam(FlatOptimizer):
         if group.options["amsgrad"] and "max_exp_avg_sq" not in self.state_names:
             raise ValueError("amsgrad was not asked for when the model was sharded, so there is no memory for it")
 
-    def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        scale: torch.Tensor | None,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         options = group.options
         self._kernel(
             [master],
@@ -207,15 +220,7 @@ class FusedSGD(FlatOptimizer):
         if group.options["dampening"]:
             raise ValueError("dampening was 0 when the model was sharded: give it to shard, or to the instance")
 
-    def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        scale: torch.Tensor | None,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         options = group.options
         torch._fused_sgd_(
             [master],

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zerocli.engine.optimizer.copies import Source, holds_tensors, is_torchs
-from zerocli.engine.optimizer.optim import At, FlatOptimizer, FusedAdam, FusedSGD, Group
+from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, FusedAdam, FusedSGD, Group, Row, WholeRule
 from zerocli.engine.optimizer.proof import SYNTHETIC, TOGETHER, Specimen, Verdict, specimens
 from zerocli.engine.optimizer.torchrule import Template, WholeOptimizer, make_torch_rule
 from zerocli.engine.optimizer.verdict import check_flat_rule, decide, refuse_replaced_step
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
-from zerocli.errors import Refused, RefusedValue, closest
+from zerocli.errors import Refused, RefusedValue, WrongValue, closest
 
 OptimizerChoice = str | type[torch.optim.Optimizer] | torch.optim.Optimizer | FlatOptimizer
 """Accepted values of `optimizer`."""
@@ -33,14 +33,12 @@ _FUSED = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD:
 _MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "eps")
 
 
-class MuonWithAdamW(FlatOptimizer):
+class MuonWithAdamW(WholeRule):
     """Muon for matrices, AdamW for all other parameters, as one rule.
 
     Matrices are the 2-D parameters outside nn.Embedding, or the 2-D ones that `matrices`, a function of name and
     parameter, selects. Both share the learning rate, so Muon's is adjusted to match AdamW's (`adjust_lr_fn`).
     """
-
-    whole = True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         options = dict(options)
@@ -48,9 +46,7 @@ class MuonWithAdamW(FlatOptimizer):
         adam = dict(options.pop("adamw", {}))
         unknown = sorted(set(options) - set(_MUON))
         if unknown:
-            raise ValueError(
-                f"optimizer muon takes no {unknown[0]!r}; it takes {', '.join((*_MUON, 'matrices, adamw'))}"
-            )
+            raise _not_taken("muon", unknown[0], (*_MUON, "matrices, adamw"))
         template = Template.of(torch.optim.Muon, {"adjust_lr_fn": "match_rms_adamw", **options})
         muon = make_torch_rule(template)
         assert isinstance(muon, WholeOptimizer)
@@ -74,33 +70,24 @@ class MuonWithAdamW(FlatOptimizer):
     def is_whole(self, group: Group) -> bool:
         return bool(group.options["rule"] == "muon")
 
-    def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        scale: torch.Tensor | None,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         self._adam.update(master, grad, scale, states, group, at)
 
-    def update_whole(
-        self,
-        name: str,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update_whole(self, row: Row, group: Group, at: At) -> None:
         if self.is_whole(group):
-            own = {key: states[key] for key in self._muon.state_names}
+            own = {key: row.states[key] for key in self._muon.state_names}
             options = {key: value for key, value in group.options.items() if key != "rule"}
-            self._muon.update_whole(name, master, grad, own, Group(group.lr, group.weight_decay, options), at)
+            one = Row(row.name, row.master, row.grad, own)
+            self._muon.update_whole(one, Group(group.lr, group.weight_decay, options), at)
             return
-        flat = {key: states[key].view(-1) for key in self._adam.state_names}
-        self._adam.update(master.view(-1), grad.view(-1), None, flat, group, at)
+        assert row.grad is not None
+        flat = {key: row.states[key].view(-1) for key in self._adam.state_names}
+        self._adam.update(row.master.view(-1), row.grad.view(-1), None, flat, group, at)
+
+
+def _not_taken(name: str, option: str, taken: Sequence[str]) -> WrongValue:
+    fact = f"optimizer {name} takes no {option!r}; it takes {', '.join(taken)}"
+    return WrongValue(fact, hint=f"the same without optimizer.options.{option}")
 
 
 def make_optimizer(choice: OptimizerChoice, options: Mapping[str, Any]) -> FlatOptimizer:
@@ -146,7 +133,9 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
     if name.lower() not in kinds:
         meant = closest(str(name), kinds)
         question = f"; did you mean {meant}?" if meant else ""
-        raise ValueError(f"optimizer {name!r} is not one of {', '.join(sorted(kinds))}{question}")
+        inside = [kind for kind in kinds if kind in name.lower()]
+        hint = f"--set optimizer.name={max(inside, key=len, default='adamw')}"
+        raise WrongValue(f"optimizer {name!r} is not one of {', '.join(sorted(kinds))}{question}", hint)
     return kinds[name.lower()]
 
 
@@ -154,7 +143,7 @@ def _of_class(kind: Callable[..., torch.optim.Optimizer], name: str, options: Ma
     fused = _FUSED.get(kind) if is_torchs(kind) else None  # type: ignore[call-overload]
     for option in options:
         if fused is not None and option not in _TAKEN[fused] and option not in ("capturable", "differentiable"):
-            raise ValueError(f"optimizer {name} takes no {option!r}; it takes {', '.join(_TAKEN[fused])}")
+            raise _not_taken(name, option, _TAKEN[fused])
     given = {key: value for key, value in options.items() if key not in ("capturable", "differentiable")}
     if fused == "sgd" and not given.get("dampening"):
         return FusedSGD(**{key: value for key, value in given.items() if key != "dampening"})

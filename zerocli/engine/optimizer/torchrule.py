@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerocli.engine.optimizer.copies import HOOKS, construct
-from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group
+from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, Group, History, Row, WholeRule
 from zerocli.engine.optimizer.outside import without_hooks
 from zerocli.engine.optimizer.proof import Verdict, is_number
 from zerocli.errors import RefusedValue
@@ -167,6 +168,14 @@ def _typed(like: Any, value: float) -> Any:
     return torch.tensor(value, dtype=like.dtype if isinstance(like, torch.Tensor) else torch.float32)
 
 
+def _keep(after: State, states: Arrays) -> State:
+    """Copy an optimizer's states after a step into the memory of `states`; return those that have none there."""
+    for name, array in states.items():
+        if after.get(name) is not None and after[name] is not array:
+            array.copy_(after[name])
+    return {name: value for name, value in after.items() if name not in states}
+
+
 class TorchOptimizer(FlatOptimizer):
     """Any elementwise torch optimizer; its states are kept in flat arrays."""
 
@@ -190,15 +199,7 @@ class TorchOptimizer(FlatOptimizer):
     def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in group.items() if name in self._own or name in self.defaults}
 
-    def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        scale: torch.Tensor | None,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         if at.skip.item():  # the only optimizer path that syncs with the device: torch's rules cannot skip a step
             return
         if scale is not None:
@@ -212,12 +213,10 @@ class TorchOptimizer(FlatOptimizer):
                 **{n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in known[count - 1].items()},
             }
         after = self.template.run(master, grad, state, group)
-        for name, array in states.items():
-            if after.get(name) is not None and after[name] is not array:
-                array.copy_(after[name])
+        others = _keep(after, states)
         for old in [key for key in known if key < count - 1]:
             del known[old]
-        known[count] = {name: value for name, value in after.items() if name not in states}
+        known[count] = others
 
     def advance(self, group: Group, at: At) -> None:
         """Compute the step's scalars, even on a rank that holds no element of these parameters: it may save them."""
@@ -234,17 +233,16 @@ class TorchOptimizer(FlatOptimizer):
         newest = known[max(known)] if known else {}
         return {key: _number(value) for key, value in newest.items() if value is not None}
 
-    def load(self, name, history, group, count, numbers, tensors):  # type: ignore[no-untyped-def]
-        if count:
-            self._scalars[history, group] = {
-                count: {key: _typed(self._like.get(key), value) for key, value in numbers.items()}
-            }
+    def load(self, name: str, history: int, group: int, saved: History) -> None:
+        if saved.count:
+            typed = {key: _typed(self._like.get(key), value) for key, value in saved.numbers.items()}
+            self._scalars[history, group] = {saved.count: typed}
 
     def forget(self) -> None:
         self._scalars = {}
 
 
-class WholeOptimizer(FlatOptimizer):
+class WholeOptimizer(WholeRule):
     """A torch optimizer that needs whole parameters: one by one, in their own shapes.
 
     Every rank gathers the parameters, gradients and states of a unit, computes the whole update and keeps its slice.
@@ -252,8 +250,6 @@ class WholeOptimizer(FlatOptimizer):
     States of a parameter's shape are partitioned as the stage says. Others, such as Adafactor's rows and columns, are
     small, and every rank keeps all of them.
     """
-
-    whole = True
 
     def __init__(self, template: Template, arrays: Sequence[str], examples: State) -> None:
         self.template, self.state_names, self.defaults = template, tuple(arrays), template.defaults
@@ -264,32 +260,11 @@ class WholeOptimizer(FlatOptimizer):
         """Whether the rule can update a parameter of this shape."""
         return self.template.kind is not torch.optim.Muon or len(shape) == 2
 
-    def update(
-        self,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        scale: torch.Tensor | None,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
-        raise AssertionError("this rule needs whole parameters")
-
-    def update_whole(
-        self,
-        name: str,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
-        state = None if int(at.count.item()) == 1 else {**states, **self._kept.get(name, {})}
-        after = self.template.run(master, grad, state, group)
-        for key, array in states.items():
-            if after.get(key) is not None and after[key] is not array:
-                array.copy_(after[key])
-        self._kept[name] = {key: value for key, value in after.items() if key not in states}
+    def update_whole(self, row: Row, group: Group, at: At) -> None:
+        state = None if int(at.count.item()) == 1 else {**row.states, **self._kept.get(row.name, {})}
+        assert row.grad is not None
+        after = self.template.run(row.master, row.grad, state, group)
+        self._kept[row.name] = _keep(after, row.states)
 
     def numbers(self, name: str, history: int, group: int) -> dict[str, float]:
         return {key: _number(value) for key, value in self._kept.get(name, {}).items() if is_number(value)}
@@ -305,10 +280,10 @@ class WholeOptimizer(FlatOptimizer):
             )
         return {key: value for key, value in kept.items() if isinstance(value, torch.Tensor) and value.dim()}
 
-    def load(self, name, history, group, count, numbers, tensors):  # type: ignore[no-untyped-def]
-        if count:
-            typed = {key: _typed(self._like.get(key), value) for key, value in numbers.items()}
-            self._kept[name] = {**typed, **tensors}
+    def load(self, name: str, history: int, group: int, saved: History) -> None:
+        if saved.count:
+            typed = {key: _typed(self._like.get(key), value) for key, value in saved.numbers.items()}
+            self._kept[name] = {**typed, **saved.tensors}
 
     def forget(self) -> None:
         self._kept = {}

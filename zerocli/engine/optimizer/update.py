@@ -19,9 +19,7 @@ from zerocli.engine.comm import Collectives
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.optimizer.counts import Counts, within
 from zerocli.engine.optimizer.fused import fused_update
-from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group, StepValues
-from zerocli.engine.optimizer.rules import MuonWithAdamW
-from zerocli.engine.optimizer.torchrule import WholeOptimizer
+from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group, StepValues, WholeRule
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.optimizer.whole_update import update_together, update_whole
 from zerocli.engine.streams import SideStream, StreamEvent
@@ -167,7 +165,7 @@ class Updater:
             self._update_at_once(together, values)
         for flat in () if at_once else together:
             self.before_update(flat)
-            assert isinstance(self._rule, WholeOptimizer | MuonWithAdamW | PersistentOptimizer)
+            assert isinstance(self._rule, WholeRule)
             with self._events.update(flat.unit):
                 update_whole(flat, self._rule, values, self._counts, inactive, self._collectives)
             flat.written = StreamEvent(self._device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from zerocli.engine.optimizer.copies import HOOKS, METHODS, Source, substitute
-from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group
+from zerocli.engine.optimizer.optim import At, Group, History, Row, WholeRule
 from zerocli.engine.optimizer.outside import PRIVATE, frozen, without_hooks
 from zerocli.engine.optimizer.proof import TOGETHER, Verdict
 from zerocli.engine.optimizer.torchrule import Template
@@ -55,20 +54,8 @@ class HeldStates(defaultdict[Any, Any]):
     get = items = keys = values = pop = setdefault = _refuse
 
 
-@dataclass(frozen=True)
-class Row:
-    """A parameter in a step: its whole values, its gradient if it has one, and the memory of its states."""
-
-    name: str
-    master: torch.Tensor
-    grad: torch.Tensor | None
-    states: Mapping[str, torch.Tensor]
-
-
-class PersistentOptimizer(FlatOptimizer):
+class PersistentOptimizer(WholeRule):
     """A user's optimizer on whole parameters; see the module."""
-
-    whole = True
 
     def __init__(self, source: Source, verdict: Verdict, template: Template) -> None:
         self.name, self.verdict, self.template = source.name, verdict, template
@@ -146,22 +133,11 @@ class PersistentOptimizer(FlatOptimizer):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def update(self, master, grad, scale, states, group, at):  # type: ignore[no-untyped-def]
-        raise AssertionError("this rule needs whole parameters")
-
     def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {}  # the object reads its groups itself
 
-    def update_whole(
-        self,
-        name: str,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        group: Group,
-        at: At,
-    ) -> None:
-        self._call([Row(name, master, grad, states)], self._step, only=name)
+    def update_whole(self, row: Row, group: Group, at: At) -> None:
+        self._call([row], self._step, only=row.name)
 
     def update_all(self, rows: Sequence[Row]) -> None:
         """Make one step of all parameters; the memory in `rows` is updated in place."""
@@ -252,10 +228,10 @@ class PersistentOptimizer(FlatOptimizer):
                 )
         return torch.frombuffer(bytearray(encode(_marked(whole, named))), dtype=torch.uint8)
 
-    def load(self, name, history, group, count, numbers, tensors):  # type: ignore[no-untyped-def]
-        if KEPT not in tensors:
+    def load(self, name: str, history: int, group: int, saved: History) -> None:
+        if KEPT not in saved.tensors:
             return
-        packed = tensors[KEPT].cpu().numpy().tobytes()
+        packed = saved.tensors[KEPT].cpu().numpy().tobytes()
         found = _unmarked(decode(packed, next(iter(self._placeholders.values())).device), self._stand_ins)
         for title, (held, rest) in found["states"].items():
             key = self._stand_ins.get(title, title.removeprefix("other "))

@@ -9,17 +9,15 @@ import torch
 
 from zerocli.engine.comm import Collectives
 from zerocli.engine.optimizer.counts import Counts
-from zerocli.engine.optimizer.optim import StepValues
-from zerocli.engine.optimizer.rules import MuonWithAdamW
-from zerocli.engine.optimizer.torchrule import WholeOptimizer
-from zerocli.engine.optimizer.whole_rule import PersistentOptimizer, Row
-from zerocli.engine.states.states import load_whole, read_held, write_held
+from zerocli.engine.optimizer.optim import Row, StepValues, WholeRule
+from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
+from zerocli.engine.states.held import load_whole, read_held, write_held
 from zerocli.engine.units.unit import MASTER, REPLICATED, Flat
 
 
 def update_whole(
     flat: Flat,
-    rule: WholeOptimizer | MuonWithAdamW | PersistentOptimizer,
+    rule: WholeRule,
     values: StepValues,
     counts: Counts,
     inactive: frozenset[str],
@@ -37,7 +35,7 @@ def update_whole(
             continue
         group = values.groups[entry.group % REPLICATED]
         at = values.at(counts.class_of(entry.name))
-        rule.update_whole(entry.name, row.master, row.grad, row.states, group, at)
+        rule.update_whole(row, group, at)
     whole.write()
 
 

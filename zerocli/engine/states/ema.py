@@ -14,6 +14,7 @@ import torch
 
 from zerocli.engine.engine import Engine
 from zerocli.engine.states import states
+from zerocli.engine.states.held import load_whole, read_held, whole_of
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused
 from zerocli.layout.shards import Layout
@@ -53,7 +54,7 @@ class EMA:
         engine.synchronize()
         for flat in self._flats():
             average = self._parts[_key(flat)].average
-            now = states.read_held(flat, MASTER, engine.device).to(average.device)
+            now = read_held(flat, MASTER, engine.device).to(average.device)
             if self.updates == 0:
                 average.copy_(now)
             else:
@@ -71,7 +72,7 @@ class EMA:
         engine.meet("ema.state_dict", f"{self.updates} updates")
         averages = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
         engine.synchronize()
-        return states.model_state(engine.model, engine.flats(), engine.collectives, engine.tensor_parallel, averages)
+        return states.model_state(engine, averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -124,9 +125,8 @@ class EMA:
 
     def _current(self) -> dict[int, torch.Tensor]:
         """Return the averaged parameters, and the frozen ones, by id. Collective."""
-        engine = self._engine
         averages = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
-        return states.parameter_values(engine.flats(), engine.collectives, engine.tensor_parallel, averages)
+        return states.parameter_values(self._engine, averages)
 
     def _flats(self) -> list[Flat]:
         """Return the trainable flats; if they were laid out again (a parameter was unfrozen), so is the average."""
@@ -145,11 +145,11 @@ class EMA:
         averages: dict[str, torch.Tensor] = {}
         for key in gone:
             part = self._parts.pop(key)
-            whole = states.whole_of(engine.collectives, part.layout.total, part.average.to(engine.device))
+            whole = whole_of(engine.collectives, part.layout.total, part.average.to(engine.device))
             averages |= {e.name: whole[e.offset : e.offset + e.numel].view(e.shape) for e in part.layout.entries}
         for flat in new:
             part = self._parts[_key(flat)] = self._part(flat)
-            whole = states.whole_of(engine.collectives, flat.layout.total, part.average.to(engine.device))
+            whole = whole_of(engine.collectives, flat.layout.total, part.average.to(engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 if entry.name in averages:
                     view.copy_(averages[entry.name])
@@ -160,7 +160,7 @@ class EMA:
 
     @torch.no_grad()
     def _copy(self, flat: Flat) -> torch.Tensor:
-        held = states.read_held(flat, MASTER, self._engine.device)
+        held = read_held(flat, MASTER, self._engine.device)
         device = self._device or (torch.device("cpu") if flat.record is not None else self._engine.device)
         return held.detach().to(device, torch.float32, copy=True)
 
@@ -168,8 +168,8 @@ class EMA:
     def _put(self, flat: Flat, held: torch.Tensor) -> None:
         """Set the flat's parameters from every rank's held part. Collective."""
         engine = self._engine
-        whole = states.whole_of(engine.collectives, flat.layout.total, held.to(engine.device))
-        states.load_whole(flat, whole.to(engine.device))
+        whole = whole_of(engine.collectives, flat.layout.total, held.to(engine.device))
+        load_whole(flat, whole.to(engine.device))
         engine.collectives.take_nbytes()
 
     def _refuse_applied(self, call: str) -> None:

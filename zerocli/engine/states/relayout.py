@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from offload import Store
-from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
 from zerocli.engine.guards.aliases import Aliases
-from zerocli.engine.states import states
+from zerocli.engine.states.held import join_parts, read_held, whole_parameters, write_held
 from zerocli.engine.units.unit import Flat, Unit
+from zerocli.errors import Refused
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 
 def unfrozen(units: list[Unit]) -> list[Unit]:
@@ -25,28 +28,39 @@ def unfrozen(units: list[Unit]) -> list[Unit]:
         ]
 
 
-def unfrozen_names(unit: Unit) -> list[str]:
-    """Return the names of the unit's parameters that were frozen when they were laid out and now need a gradient."""
-    flats = [flat for flat in unit.flats if not flat.trainable]
+def _unfrozen_names(units: list[Unit]) -> list[str]:
+    """Return the names of parameters that were frozen when they were laid out and now need a gradient."""
+    flats = [flat for unit in units for flat in unit.flats if not flat.trainable]
     return [e.name for f in flats for e, p in zip(f.layout.entries, f.parameters, strict=True) if p.requires_grad]
 
 
 @torch.no_grad()
-def refit(
-    model: nn.Module,
-    units: list[Unit],
-    changed: list[Unit],
-    builder: Builder,
-    state_names: Sequence[str],
-    collectives: Collectives,
-) -> None:
+def refit(engine: Engine, changed: list[Unit]) -> None:
     """Lay out the `changed` units again; values and states stay, states of unfrozen parameters start at zero.
 
     Every rank calls this before the same forward. Parameters that were trained before keep their states, even while
     they are frozen.
     """
-    saved = {}
-    aliases = Aliases(model, collectives.device)
+    if engine.has_gradients:
+        raise Refused(
+            "a parameter was unfrozen between two backward passes of one step: switch requires_grad after step()"
+        )
+    names = _unfrozen_names(changed)
+    engine.agreement.meet(
+        "forward with unfrozen parameters",
+        lambda: names,
+        lambda: f"called forward after unfreezing {names[0]} ({len(names)} parameters in all)",
+    )
+    engine.synchronize()
+    engine.reducer.close()
+    _lay_out_again(engine, changed)
+    engine.counts.add(entry.name for unit in changed for flat in unit.trainable for entry in flat.layout.entries)
+
+
+def _lay_out_again(engine: Engine, changed: list[Unit]) -> None:
+    model, builder, state_names, collectives = engine.model, engine.builder, engine.rule.state_names, engine.collectives
+    saved: _Saved = {}
+    aliases = Aliases(model, engine.device)
     aliases.find_in(flat for unit in changed for flat in unit.flats)
     for unit in changed:
         for flat in unit.flats:
@@ -63,14 +77,14 @@ def refit(
     def values(flat: Flat) -> torch.Tensor:
         return _joined(flat, [saved[id(p)][0] for p in flat.parameters], collectives.device)
 
-    builder.place(units, [flat for unit in changed for flat in unit.flats], values)
+    builder.place(engine.units, [flat for unit in changed for flat in unit.flats], values)
     for unit in changed:
         for flat in unit.trainable:
             for name in state_names:
                 parts = [saved[id(p)][1].get(name) for p in flat.parameters]
                 whole = _joined(flat, parts, collectives.device)
-                states.write_held(flat, name, whole[flat.held.start : flat.held.stop])
-    aliases.settle(flat for unit in units for flat in unit.flats)
+                write_held(flat, name, whole[flat.held.start : flat.held.stop])
+    aliases.redirect(engine.flats())
 
 
 _Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -78,12 +92,12 @@ _Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 def _whole_values(flat: Flat, state_names: Sequence[str], collectives: Collectives) -> _Saved:
     """Return each parameter's whole value and optimizer states, on the CPU, by the parameter's id. Collective."""
-    values = flat.views(states.whole_parameters(collectives, flat))
+    values = flat.views(whole_parameters(collectives, flat))
     arrays: dict[str, list[torch.Tensor]] = {}
     if flat.trainable:
         for name in state_names:
-            held = states.read_held(flat, name, collectives.device)
-            arrays[name] = flat.views(states.join_parts(collectives, flat, held))
+            held = read_held(flat, name, collectives.device)
+            arrays[name] = flat.views(join_parts(collectives, flat, held))
     return {
         id(parameter): (values[i].clone(), {name: views[i].clone() for name, views in arrays.items()})
         for i, parameter in enumerate(flat.parameters)

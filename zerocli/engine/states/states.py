@@ -3,163 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zerocli.engine.comm import Collectives
 from zerocli.engine.optimizer.counts import Counts
-from zerocli.engine.optimizer.optim import FlatOptimizer
+from zerocli.engine.optimizer.optim import FlatOptimizer, History
+from zerocli.engine.states import torch_states
 from zerocli.engine.states.buffers import write_buffer
+from zerocli.engine.states.held import join_parts, load_whole, read_held, whole_parameters, write_held
 from zerocli.engine.states.named import IncompatibleKeys, match, named_tensors
 from zerocli.engine.states.own_states import Loaded, Manner, load_own, manner_of, save_own
 from zerocli.engine.tensor_parallel import TensorParallel
-from zerocli.engine.units.master import REMAINDER, join, narrow, split
-from zerocli.engine.units.unit import MASTER, REPLICATED, Flat
+from zerocli.engine.units.unit import REPLICATED, Flat
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 
-def read_held(flat: Flat, name: str, device: torch.device) -> torch.Tensor:
-    """Return this rank's part of an optimizer array (or the fp32 master) on the device."""
-    if name == MASTER and flat.split:
-        return join(_held_parameters(flat, device), read_held(flat, REMAINDER, device))
-    if name == REMAINDER and flat.remainder is not None:
-        return flat.remainder
-    if flat.record is not None and name in flat.record.arrays:
-        return flat.record.read(name, device)
-    if name == MASTER:
-        if flat.master is not None:
-            return flat.master
-        assert flat.dtype == torch.float32
-        return _held_parameters(flat, device)
-    return flat.states[name]
-
-
-def _held_parameters(flat: Flat, device: torch.device) -> torch.Tensor:
-    """Return what this rank holds of the parameters in the compute dtype, on the device."""
-    if flat.held_parameters is not None:
-        return flat.held_parameters
-    assert flat.param_store is not None
-    target = torch.empty(flat.own.numel, dtype=flat.dtype, device=device)
-    flat.param_store.fetch(0, target).synchronize()
-    return target
-
-
-def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
-    """Overwrite this rank's part of an optimizer array, or the fp32 master and with it the parameters."""
-    if name == MASTER and flat.split:
-        parameters, remainder = split(values)
-        if flat.held_parameters is not None:
-            flat.held_parameters.copy_(parameters)
-        elif flat.param_store is not None:
-            flat.param_store.put(0, parameters).synchronize()
-        write_held(flat, REMAINDER, remainder)
-    elif name == REMAINDER and flat.remainder is not None:
-        flat.remainder.copy_(values)
-    elif flat.record is not None and name in flat.record.arrays:
-        flat.record.write(name, values)
-    elif name != MASTER:
-        flat.states[name].copy_(values)
-    elif flat.master is not None:
-        flat.master.copy_(values)
-
-
-def whole_of(collectives: Collectives, total: int, held: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor of `total` elements, on the CPU, from every rank's held part. Collective."""
-    if held.numel() == total:
-        return held.detach().to("cpu", copy=True)
-    whole = torch.empty(total, dtype=held.dtype, device=collectives.device)
-    collectives.all_gather(whole, held).wait()
-    return whole.cpu()
-
-
-def join_parts(collectives: Collectives, flat: Flat, held: torch.Tensor) -> torch.Tensor:
-    """Return the whole flat, on the CPU, from every rank's held part. Collective."""
-    return whole_of(collectives, flat.layout.total, held)
-
-
-def whole_parameters(collectives: Collectives, flat: Flat) -> torch.Tensor:
-    """Return a flat's whole parameters, from the fp32 master if there is one. Collective."""
-    if flat.trainable:
-        return join_parts(collectives, flat, read_held(flat, MASTER, collectives.device))
-    if flat.resident is not None:
-        return flat.resident.cpu()
-    held = flat.shard
-    if held is None:
-        held = _held_parameters(flat, collectives.device)
-    return join_parts(collectives, flat, held)
-
-
-def _forget_traffic(collectives: Collectives, tensor_parallel: TensorParallel) -> None:
+def _forget_traffic(engine: Engine) -> None:
     """Exclude the bytes moved here from the training traffic counts."""
-    collectives.take_nbytes()
-    tensor_parallel.take_nbytes()
+    engine.collectives.take_nbytes()
+    engine.tensor_parallel.take_nbytes()
 
 
 @torch.no_grad()
-def parameter_values(
-    flats: Iterable[Flat],
-    collectives: Collectives,
-    tensor_parallel: TensorParallel,
-    held: Mapping[int, torch.Tensor] | None = None,
-) -> dict[int, torch.Tensor]:
+def parameter_values(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[int, torch.Tensor]:
     """Return whole parameters, on the CPU, by their ids. Collective.
 
     `held` maps a flat's id to this rank's part of other values for its parameters.
     """
     values: dict[int, torch.Tensor] = {}
-    for flat in flats:
+    for flat in engine.flats():
         if held is not None and id(flat) in held:
-            whole = join_parts(collectives, flat, held[id(flat)].to(collectives.device))
+            whole = join_parts(engine.collectives, flat, held[id(flat)].to(engine.device))
         else:
-            whole = whole_parameters(collectives, flat)
+            whole = whole_parameters(engine.collectives, flat)
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
-            values[id(parameter)] = tensor_parallel.join(entry.name, view.clone())
-    _forget_traffic(collectives, tensor_parallel)
+            values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(engine)
     return values
 
 
-@torch.no_grad()
-def model_state(
-    model: nn.Module,
-    flats: Iterable[Flat],
-    collectives: Collectives,
-    tensor_parallel: TensorParallel,
-    held: Mapping[int, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
+def model_state(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """See `Engine.state_dict`; `held` as in `parameter_values`."""
-    state: dict[str, torch.Tensor] = save_own(model, parameter_values(flats, collectives, tensor_parallel, held))
+    state: dict[str, torch.Tensor] = save_own(engine.model, parameter_values(engine, held))
     return state
 
 
 @torch.no_grad()
-def load_model_state(
-    model: nn.Module,
-    flats: Iterable[Flat],
-    collectives: Collectives,
-    tensor_parallel: TensorParallel,
-    state: Mapping[str, Any],
-    strict: bool,
-) -> IncompatibleKeys:
-    """See `Engine.load_state_dict`."""
-    flats = list(flats)
-
-    def current() -> dict[int, torch.Tensor]:
-        return parameter_values(flats, collectives, tensor_parallel)
-
-    loaded = read_state(model, state, strict, tensor_parallel, current)
+def load_model_state(engine: Engine, module: nn.Module, state: Mapping[str, Any], strict: bool) -> IncompatibleKeys:
+    """See `Engine.load_state_dict`; `module` is the model or a part of it."""
+    flats = list(engine.flats())
+    engine.hooks.parameters_changed(flats)
+    loaded = read_state(module, state, strict, engine.tensor_parallel, lambda: parameter_values(engine))
     for flat in flats:
-        load_parameters(flat, loaded.tensors, collectives, tensor_parallel)
+        _load_parameters(engine, flat, loaded.tensors)
     sharded = {id(parameter) for flat in flats for parameter in flat.parameters}
-    for name, tensor in named_tensors(model):
+    for name, tensor in named_tensors(module):
         if id(tensor) in loaded.tensors and id(tensor) not in sharded:
             write_buffer(name, tensor, loaded.tensors[id(tensor)])
-    for module, name, new in loaded.replaced:
-        module._buffers[name] = new.to(collectives.device)
-    for module, extra in loaded.extra:
-        module.set_extra_state(extra)
-    _forget_traffic(collectives, tensor_parallel)
+    for owner, name, new in loaded.replaced:
+        owner._buffers[name] = new.to(engine.device)
+    for owner, extra in loaded.extra:
+        owner.set_extra_state(extra)
+    _forget_traffic(engine)
     return IncompatibleKeys(loaded.missing, loaded.unexpected)
 
 
@@ -179,44 +88,19 @@ def read_state(
     return Loaded(tensors, [], [], matched.missing, matched.unexpected)
 
 
-def load_parameters(
-    flat: Flat, values: Mapping[int, torch.Tensor], collectives: Collectives, tensor_parallel: TensorParallel
-) -> None:
+def _load_parameters(engine: Engine, flat: Flat, values: Mapping[int, torch.Tensor]) -> None:
     """Overwrite the flat's parameters that have whole values, by id. Collective."""
     given = [values.get(id(parameter)) for parameter in flat.parameters]
     if all(value is None for value in given):
         return
     dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
-    whole = torch.zeros(flat.layout.total, dtype=dtype, device=collectives.device)
+    whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
     if any(value is None for value in given):
-        whole.copy_(whole_parameters(collectives, flat))  # the others stay as they are
+        whole.copy_(whole_parameters(engine.collectives, flat))  # the others stay as they are
     for value, entry, view in zip(given, flat.layout.entries, flat.views(whole), strict=True):
         if value is not None:
-            view.copy_(tensor_parallel.part(entry.name, value))
+            view.copy_(engine.tensor_parallel.part(entry.name, value))
     load_whole(flat, whole)
-
-
-def load_whole(flat: Flat, whole: torch.Tensor) -> None:
-    """Overwrite this rank's part of the flat's parameters from whole values."""
-    if flat.trainable:
-        write_held(flat, MASTER, whole[flat.held.start : flat.held.stop])
-    mine = whole[flat.own.start : flat.own.stop]
-    if flat.resident is not None:
-        flat.resident.copy_(narrow(whole, flat.dtype))
-    elif flat.shard is not None:
-        flat.shard.copy_(narrow(mine, flat.dtype))
-    elif flat.param_store is not None:
-        flat.param_store.put(0, narrow(mine, flat.dtype)).synchronize()
-
-
-@dataclass(frozen=True)
-class History:
-    """Optimizer state of one parameter other than arrays of its shape."""
-
-    count: int
-    """Number of updates of the parameter."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def histories(flats: Iterable[Flat], counts: Counts, rule: FlatOptimizer) -> dict[str, History]:
@@ -244,56 +128,20 @@ def load_histories(
         for entry in flat.layout.entries:
             at, group, one = counts.class_of(entry.name), entry.group % REPLICATED, saved[entry.name]
             tensors = {key: value.to(device, copy=True) for key, value in one.tensors.items()}
-            rule.load(entry.name, at, group, one.count, one.numbers, tensors)
+            rule.load(entry.name, at, group, History(one.count, one.numbers, tensors))
 
 
 @torch.no_grad()
-def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
-    """Set the flat's parameters from whole values in the compute dtype; masters of unchanged elements stay exact.
-
-    If `values` are the resident parameters, edited in place, the former high bits of a split master are gone: the
-    edited parameters then become their own master, all of their elements.
-    """
-    held = values[flat.held.start : flat.held.stop]
-    if flat.trainable and flat.split:
-        remainder = read_held(flat, REMAINDER, device)
-        write_held(flat, REMAINDER, torch.where(_edited(flat, held, device), 0, remainder))
-    elif flat.trainable and flat.dtype != torch.float32:
-        master = read_held(flat, MASTER, device)
-        write_held(flat, MASTER, torch.where(held != narrow(master, flat.dtype), held.float(), master))
-    mine = values[flat.own.start : flat.own.stop]
-    if flat.resident is not None:
-        if flat.resident is not values:
-            flat.resident.copy_(values)
-    elif flat.shard is not None:
-        flat.shard.copy_(mine)
-    elif flat.param_store is not None:
-        flat.param_store.put(0, mine.clone()).synchronize()
-
-
-def _edited(flat: Flat, held: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return, for what this rank holds, where new parameters replace others."""
-    if flat.resident is None:
-        return held != _held_parameters(flat, device)
-    edited, names = torch.zeros(flat.layout.total, dtype=torch.bool, device=device), set(flat.edited())
-    for entry in flat.layout.entries:
-        edited[entry.offset : entry.offset + entry.numel] = entry.name in names
-    return edited[flat.held.start : flat.held.stop]
-
-
-@torch.no_grad()
-def optimizer_state(
-    flats: list[Flat], counts: Counts, rule: FlatOptimizer, collectives: Collectives, tensor_parallel: TensorParallel
-) -> dict[str, Any]:
-    """Return what the optimizer keeps of each parameter, as in `Engine.optimizer_state_dict`. Collective."""
-    states: dict[str, dict[str, torch.Tensor]] = {}
+def optimizer_state(engine: Engine) -> dict[str, Any]:
+    """See `Engine.optimizer_state_dict`."""
+    flats, states = list(engine.trainable()), dict[str, dict[str, torch.Tensor]]()
     for flat in flats:
-        for key in rule.state_names:
-            whole = join_parts(collectives, flat, read_held(flat, key, collectives.device))
+        for key in engine.rule.state_names:
+            whole = join_parts(engine.collectives, flat, read_held(flat, key, engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                states.setdefault(entry.name, {})[key] = tensor_parallel.join(entry.name, view.clone())
-    _forget_traffic(collectives, tensor_parallel)
-    kept = histories(flats, counts, rule)
+                states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
+    _forget_traffic(engine)
+    kept = histories(flats, engine.counts, engine.rule)
     for name, history in kept.items():
         copies = {key: value.detach().cpu().clone() for key, value in history.tensors.items()}
         states.setdefault(name, {}).update(copies)
@@ -301,26 +149,28 @@ def optimizer_state(
         "state": states,
         "counts": {name: history.count for name, history in kept.items()},
         "numbers": {name: dict(history.numbers) for name, history in kept.items() if history.numbers},
+        "steps": engine.steps,
+        "updates": engine.updates.item(),
+        "loss_scale": engine.loss_scale.state(),
+        "param_groups": engine.optimizer.saved_groups(),
     }
 
 
 @torch.no_grad()
-def load_optimizer_state(
-    flats: list[Flat],
-    counts: Counts,
-    rule: FlatOptimizer,
-    device: torch.device,
-    tensor_parallel: TensorParallel,
-    saved: Mapping[str, Any],
-) -> None:
-    """Load the result of `optimizer_state`; `saved` also has the number of all updates."""
+def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """See `Engine.load_optimizer_state_dict`."""
+    rule, flats = engine.rule, list(engine.trainable())
+    if torch_states.is_torchs(saved):
+        named = {n: p for n, p in engine.model.named_parameters() if n in engine.arranged.group_of}
+        scale = engine.loss_scale.state()
+        saved = torch_states.translate(saved, engine.optimizer.param_groups, named, rule, scale)
     known, loaded = set(rule.state_names), {}
     saved_counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
     for flat in flats:
         for key in rule.state_names:
-            whole = torch.zeros(flat.layout.total, device=device)
+            whole = torch.zeros(flat.layout.total, device=engine.device)
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                view.copy_(tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
+                view.copy_(engine.tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
             write_held(flat, key, whole[flat.held.start : flat.held.stop])
         for entry in flat.layout.entries:
             own = saved["state"].get(entry.name, {})
@@ -328,4 +178,9 @@ def load_optimizer_state(
             # Older states have one count for all parameters.
             count = int(saved_counts.get(entry.name, saved["updates"]))
             loaded[entry.name] = History(count, numbers.get(entry.name, {}), tensors)
-    load_histories(flats, counts, rule, device, loaded)
+    load_histories(flats, engine.counts, rule, engine.device, loaded)
+    engine.steps = saved["steps"]
+    # A new tensor: an update may still be reading the old one.
+    engine.updates = torch.full_like(engine.updates, float(saved["updates"]))
+    engine.loss_scale.load(saved["loss_scale"])
+    engine.optimizer.load_groups(saved.get("param_groups"), engine.steps)

@@ -1,37 +1,40 @@
-"""Whole parameters and gradients for user code, gathered from all ranks and tiers."""
+"""Whole parameters and gradients for user code, gathered from all ranks and tiers, and whole copies of a model."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zerocli.engine.comm import Collectives
-from zerocli.engine.states import states
-from zerocli.engine.tensor_parallel import TensorParallel
-from zerocli.engine.units.gather import Gatherer
+from zerocli.engine.states.held import adopt, join_parts
 from zerocli.engine.units.reduce import Reducer
-from zerocli.engine.units.unit import Flat, Unit
+from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused, closest
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 
 @contextlib.contextmanager
-def gathered(
-    flats: list[Flat],
-    gatherer: Gatherer,
-    collectives: Collectives,
-    cannot_follow: Callable[[Unit], None],
-    write: bool,
-) -> Iterator[None]:
-    """See `Engine.gathered`; `cannot_follow` is called with each unit whose gradients may come from the body."""
+def gathered(engine: Engine, flats: list[Flat], write: bool) -> Iterator[None]:
+    """See `Engine.gathered`."""
+    gatherer = engine.gatherer
+    if encoded := [flat for flat in flats if flat.codec and write]:
+        raise Refused(
+            f"{encoded[0].layout.entries[0].name} is stored as {encoded[0].codec}, and what is written to it would be "
+            "rounded: name the parameters to change, engine.gathered(NAME, write=True), or shard without base"
+        )
     with contextlib.ExitStack() as stack:
         for unit in dict.fromkeys(flat.unit for flat in flats):
             stack.enter_context(gatherer.pinned(unit))
             gatherer.need(unit)
-            if torch.is_grad_enabled():
-                cannot_follow(unit)
+            if torch.is_grad_enabled():  # the unit's gradients may come from the body
+                engine.hooks.cannot_follow(unit)
         for flat in flats:
             flat.note_values()
         changed: list[str] = []
@@ -40,7 +43,7 @@ def gathered(
                 yield
             for flat in flats:
                 if write:
-                    _keep(flat, collectives)
+                    _keep(flat, engine.collectives)
                 elif flat.resident is None:
                     changed += flat.changed_while_whole()
         finally:
@@ -61,7 +64,7 @@ def _keep(flat: Flat, collectives: Collectives) -> None:
     values = flat.resident if flat.resident is not None else flat.buffer
     assert values is not None
     collectives.broadcast(values)
-    states.adopt(flat, values, collectives.device)
+    adopt(flat, values, collectives.device)
     flat.note_values()
 
 
@@ -91,22 +94,15 @@ def _unknown(name: str, known: dict[str, nn.Parameter]) -> str:
 
 
 @torch.no_grad()
-def gradient(
-    model: nn.Module,
-    flats: list[Flat],
-    reducer: Reducer,
-    collectives: Collectives,
-    tensor_parallel: TensorParallel,
-    name: str,
-    divisor: torch.Tensor | float | None,
-) -> torch.Tensor | None:
-    """See `Engine.grad`; `divisor` turns accumulated gradients into averages, None if there are none."""
-    aliases = dict(model.named_parameters(remove_duplicate=False))
+def gradient(engine: Engine, name: str) -> torch.Tensor | None:
+    """See `Engine.grad`."""
+    collectives, reducer = engine.collectives, engine.reducer
+    aliases = dict(engine.model.named_parameters(remove_duplicate=False))
     if name not in aliases:
         raise Refused(_unknown(name, aliases))
-    if divisor is None:
+    if not engine.has_gradients:
         raise Refused(f"there is no gradient of {name}: it exists between engine.backward(loss) and engine.step()")
-    for flat in flats:
+    for flat in engine.trainable():
         for index, (entry, parameter) in enumerate(zip(flat.layout.entries, flat.parameters, strict=True)):
             if parameter is aliases[name]:
                 mine = torch.tensor(float(index in reducer.received(flat)), device=collectives.device)
@@ -114,7 +110,7 @@ def gradient(
                     return None
                 found = _whole_gradient(flat, reducer, collectives)
                 whole = found[entry.offset : entry.offset + entry.numel].view(entry.shape)
-                return tensor_parallel.join(entry.name, whole.float()) / float(divisor)
+                return engine.tensor_parallel.join(entry.name, whole.float()) / float(engine.passes.divisor)
     return None
 
 
@@ -125,6 +121,30 @@ def _whole_gradient(flat: Flat, reducer: Reducer, collectives: Collectives) -> t
         collectives.all_reduce(total).wait()
         collectives.take_nbytes()
         return total.cpu()
-    found = states.join_parts(collectives, flat, flat.gradient.read(collectives.device))
+    found = join_parts(collectives, flat, flat.gradient.read(collectives.device))
     collectives.take_nbytes()
     return found
+
+
+def copy_module(
+    model: nn.Module, values: Mapping[int, torch.Tensor], device: torch.device, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Return a deep copy of `model` with these parameters, given by id, and without what sharding added to it.
+
+    No parameter's memory is copied: each is replaced by its new one. Ties, requires_grad and hooks are kept. `dtype`
+    applies to floating-point parameters and buffers. By default all parameters are fp32, also frozen ones that are kept
+    in bf16 or fp16, so that the copy computes in one dtype; buffers keep their dtype.
+    """
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        value = values.get(id(p), p)  # one that was added after shard is whole
+        # Always a copy: the values belong to the caller.
+        new = value.detach().to(device, _dtype(value, dtype or torch.float32), copy=True)
+        memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = b.detach().to(device, _dtype(b, dtype), copy=True)
+    return copy.deepcopy(model, memo)  # a sharded module's copy has its original class
+
+
+def _dtype(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and value.is_floating_point() else value.dtype

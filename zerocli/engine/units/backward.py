@@ -102,7 +102,7 @@ class Backward:
         """
         known = isinstance(error, Severed | Disagreed) or not isinstance(error, Exception)
         if not known and self._engine.agreement.channel is not None:
-            self._engine.agreement.channel.settle()
+            self._engine.agreement.channel.finish_meeting()
             with contextlib.suppress(Exception):  # the original error is the one to raise
                 self._engine.reducer.launch_rest()
                 self._engine.agreement.fail_pass(error)

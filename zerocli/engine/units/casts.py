@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zerocli.engine.recompute.compiled import cast, cast_arguments
-from zerocli.engine.recompute.reach import has_state
+from zerocli.engine.recompute.mutable_state import has_state
 
 _STRICT = (
     nn.Linear,

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiers.events import NOTHING
 from zerocli.engine.comm import Pending
 from zerocli.engine.context import Context
 from zerocli.engine.streams import SideStream, StreamEvent
+from zerocli.engine.units.codecs import decode
 from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
 from zerocli.engine.units.saved_views import SavedViews
 from zerocli.engine.units.unit import Flat, State, Unit
 from zerocli.errors import Refused
-from zerocli.layout.buffers import gather_limits, gather_name
+from zerocli.layout.buffers import DECODING, gather_limits, gather_name, staged_name
+from zerocli.layout.codecs import scratch_nbytes
+
+
+class Decoding(Pending):
+    """Encoded parameters on their way; `wait` decodes them once they have arrived."""
+
+    def __init__(self, arrived: Pending | None, act: Callable[[], None], what: str) -> None:
+        super().__init__(None, None, what)
+        self._arrived, self._act = arrived, act
+
+    @property
+    def done(self) -> bool:
+        return self._arrived is None or self._arrived.done
+
+    @property
+    def work(self) -> dist.Work | None:
+        return self._arrived.work if self._arrived is not None else None
+
+    def wait(self) -> None:
+        if self._arrived is not None:
+            self._arrived.wait()
+        with torch.no_grad():
+            self._act()
 
 
 class Pin:
@@ -50,7 +76,12 @@ class Gatherer:
         self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], context.sizing)
         self._before_gather, self._look_ahead, self._agree = before_gather, look_ahead, agree
         self._side = SideStream(context.device)
-        self._pool: dict[tuple[int, torch.dtype], list[Buffer]] = {}
+        self._pool: dict[tuple[tuple[int, int, int], torch.dtype], list[Buffer]] = {}
+        self._scratch: torch.Tensor | None = None
+        """Memory in which encoded parameters are decoded, one flat after another on the side stream."""
+        encoded = [flat for unit in units for flat in unit.flats if flat.codec]
+        sizes = (scratch_nbytes(flat.codec, flat.layout.total, context.device.type) for flat in encoded)
+        self._scratch_nbytes = max(sizes, default=0)
         self._buffer_of: dict[int, Buffer] = {}
         self._pins: dict[int, int] = {unit.index: 0 for unit in units}
         self._clock = 0
@@ -166,13 +197,18 @@ class Gatherer:
         buffer.views_of(flat)
         try:
             self._agree(flat)
-            flat.pending = self._gather(flat, buffer.tensor, buffer.freed)
+            flat.pending = self._gather(flat, buffer.tensor, buffer.freed, buffer.staged)
         except BaseException:
             self._drop(flat)
             raise
 
-    def _gather(self, flat: Flat, full: torch.Tensor, freed: StreamEvent | None) -> Pending:
-        """Start gathering a flat's parameters into `full`, after the `freed` event of its previous contents."""
+    def _gather(
+        self, flat: Flat, full: torch.Tensor, freed: StreamEvent | None, staged: torch.Tensor | None = None
+    ) -> Pending:
+        """Start gathering a flat's parameters into `full`, after the `freed` event of its previous contents.
+
+        Encoded ones arrive in `staged`, unless they are on the device.
+        """
         self._before_gather(flat)  # a pending update must be issued before the parameters are read
         # After the last compute that reads the buffer, not all that was issued: a prefetch overlaps with the unit that
         # runs now. A new buffer has no event and waits for all: compute may still use the memory it is made from.
@@ -181,6 +217,8 @@ class Gatherer:
             if flat.written is not None:
                 flat.written.wait()
             with self._events.gather(flat.unit):
+                if flat.codec:
+                    return self._gather_encoded(flat, full, staged)
                 if flat.param_store is None:
                     assert flat.shard is not None
                     return self._collectives.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
@@ -191,12 +229,36 @@ class Gatherer:
                     flat.param_store.fetch(0, own).wait()
                 return self._collectives.all_gather(full, own, f"parameters of {flat.unit.title}")
 
+    def _gather_encoded(self, flat: Flat, full: torch.Tensor, staged: torch.Tensor | None) -> Pending:
+        """Start to fetch and gather an encoded flat, and to decode it into `full`."""
+        what, arrived, encoded = f"parameters of {flat.unit.title}", None, flat.shard
+        if flat.param_store is not None:
+            assert staged is not None
+            share = staged.numel() * flat.own.start // flat.layout.total
+            encoded = staged[share : share + flat.spec.own_nbytes]
+            with self._waits.waiting("transfers"):
+                flat.param_store.fetch(0, encoded).wait()
+        assert encoded is not None
+        if flat.own.numel < flat.layout.total:
+            assert staged is not None
+            arrived, encoded = self._collectives.all_gather(staged, encoded, what), staged
+        pending = Decoding(arrived, functools.partial(self._decode, flat.codec, encoded, full), what)
+        if self._device.type == "cuda":  # nothing waits: decoding is queued behind the gather on this side stream
+            pending.wait()
+            return Pending(None, StreamEvent(self._device), what)
+        return pending
+
+    def _decode(self, codec: str, encoded: torch.Tensor, full: torch.Tensor) -> None:
+        if self._scratch is None:
+            self._scratch = torch.empty(self._scratch_nbytes, dtype=torch.uint8, device=self._device)
+        decode(codec, encoded, full, self._scratch)
+
     def join(self, flat: Flat) -> None:
         """Take part in a gather that only other ranks need, and discard the result."""
         # Allocated on the compute stream, which waits for the gather below: the allocator cannot hand the memory on
         # while the gather still writes to it.
-        full = torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)
-        self._gather(flat, full, None).wait()
+        full, staged = self._memory_for(flat)
+        self._gather(flat, full, None, staged).wait()
 
     def refresh(self, flat: Flat) -> None:
         """Start all-gathering the updated slices of resident parameters."""
@@ -272,17 +334,17 @@ class Gatherer:
 
     def _free_buffer(self, flat: Flat) -> Buffer | None:
         """Return a free buffer of the flat's size, allocating one if that size is under its limit; else None."""
-        buffers = self._pool.setdefault((flat.layout.total, flat.dtype), [])
+        buffers = self._pool.setdefault((flat.spec.gather_size, flat.dtype), [])
         for at, buffer in enumerate(buffers):
             if buffer.holder is None:
                 return self._unaliased(buffers, at, flat)
-        if len(buffers) < self._limits[flat.layout.total, flat.spec.width]:
+        if len(buffers) < self._limits[flat.spec.gather_size]:
             return self._grow(buffers, flat)
         return None
 
     def _evict(self, flat: Flat) -> Buffer:
         """Return the least recently used unpinned buffer of the flat's size, emptied; allocate if all are pinned."""
-        buffers = self._pool[(flat.layout.total, flat.dtype)]
+        buffers = self._pool[(flat.spec.gather_size, flat.dtype)]
         idle = [b for b in buffers if b.holder and not self._pins[b.holder.unit.index]]
         if not idle:
             return self._grow(buffers, flat)
@@ -306,8 +368,14 @@ class Gatherer:
         return buffers[at]
 
     def _grow(self, buffers: list[Buffer], flat: Flat) -> Buffer:
-        buffers.append(Buffer(torch.empty(flat.layout.total, dtype=flat.dtype, device=self._device)))
+        buffers.append(Buffer(*self._memory_for(flat)))
         return buffers[-1]
+
+    def _memory_for(self, flat: Flat) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return memory for a gathered flat, and for what it arrives in if that is encoded."""
+        staged, device = flat.spec.staged_nbytes, self._device
+        full = torch.empty(flat.layout.total, dtype=flat.dtype, device=device)
+        return full, torch.empty(staged, dtype=torch.uint8, device=device) if staged else None
 
     def released_with_views(self) -> list[ReleasedBuffer]:
         """Return the released buffers that other code keeps views of; called while no unit is gathered."""
@@ -317,8 +385,12 @@ class Gatherer:
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
+        if self._scratch is not None:
+            yield "buffers", DECODING, self._scratch
         for buffer in self._buffers():
             yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
+            if buffer.staged is not None:
+                yield "gathered", staged_name(buffer.staged.numel()), buffer.staged
 
     def _buffers(self) -> Iterator[Buffer]:
         return (buffer for buffers in self._pool.values() for buffer in buffers)

@@ -18,6 +18,8 @@ class Buffer:
     """One gather buffer of the pool."""
 
     tensor: torch.Tensor
+    staged: torch.Tensor | None = None
+    """Where encoded parameters arrive before they are decoded into `tensor`."""
     holder: Flat | None = None
     freed: StreamEvent | None = None
     """The last compute that reads the buffer ends here; the next gather into it starts after this event."""

@@ -23,7 +23,7 @@ from tiers.events import NOTHING
 from zerocli.engine import agreement
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
 from zerocli.engine.recompute.compiled import NOT_RUN, CompiledBlocks
-from zerocli.engine.recompute.replay import ReachableState, RecomputedCall
+from zerocli.engine.recompute.recomputed_call import ReachableState, RecomputedCall
 from zerocli.engine.recompute.selective import KeptOutputs, paused
 from zerocli.engine.units.casts import InputCasts, change_tensors
 from zerocli.engine.units.ends import Ends

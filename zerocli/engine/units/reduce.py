@@ -33,11 +33,12 @@ class Reducer:
         context: Context,
         eager: bool,
         together: Callable[[], bool],
-        settle: Callable[[], None],
+        finish_meeting: Callable[[], None],
         unexpected: Callable[[str], None],
     ) -> None:
         self._stage, self._collectives, self._device = context.sizing.stage, context.collectives, context.device
-        self._eager, self._is_together, self._settle, self._unexpected = eager, together, settle, unexpected
+        self._eager, self._is_together, self._unexpected = eager, together, unexpected
+        self._finish_meeting = finish_meeting
         self._together = False
         """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
         self._flats = [flat for unit in units for flat in unit.trainable]
@@ -211,7 +212,7 @@ class Reducer:
             flat = self._order[self._next]
             # Whole gradients are summed over the micro-steps on this rank first, and reduced once.
             if self._last or not flat.gradient.is_whole:
-                self._settle()
+                self._finish_meeting()
                 self._launched.add(id(flat))
                 self._reductions.launch(flat)
             self._next += 1

@@ -29,10 +29,12 @@ from zerocli.engine.guards.parameters import (
 )
 from zerocli.engine.guards.scripts import watch_scripts
 from zerocli.engine.streams import StreamEvent
+from zerocli.engine.units.codecs import decode, encode
 from zerocli.engine.units.gradient import FlatGradient
 from zerocli.engine.units.master import REMAINDER
 from zerocli.errors import Refused
-from zerocli.layout.flats import FlatSpec, flat_spec
+from zerocli.layout.codecs import is_encoded
+from zerocli.layout.flats import FlatSpec, align_of, flat_spec
 from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.layout.shards import Layout, Span, lay_out
 from zerocli.layout.stage import Stage
@@ -71,7 +73,7 @@ class Flat:
     resident: torch.Tensor | None = None
     """The whole buffer, if parameters are not partitioned."""
     shard: torch.Tensor | None = None
-    """This rank's slice in the compute dtype; a view of `resident` if that is set."""
+    """This rank's slice in the compute dtype, or encoded; a view of `resident` if that is set."""
     written: StreamEvent | None = None
     """The optimizer's last write to `shard`; a gather starts after it."""
     master: torch.Tensor | None = None
@@ -82,7 +84,7 @@ class Flat:
     """Optimizer states of `held`, by name."""
 
     param_store: Store | None = None
-    """`own` in the compute dtype, if parameters are offloaded; `shard` is None then."""
+    """`own` in the compute dtype, or encoded, if parameters are offloaded; `shard` is None then."""
     record: Record | None = None
     """Optimizer states, and the master if there is one, if they are offloaded."""
 
@@ -115,9 +117,35 @@ class Flat:
         return self.spec.trainable
 
     @property
+    def codec(self) -> str:
+        """How its parameters are stored; empty if in the compute dtype."""
+        return self.spec.codec
+
+    @property
     def own(self) -> Span:
         """The slice that this rank owns."""
         return self.spec.own
+
+    def read_own(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's slice of the parameters in the compute dtype, on the device."""
+        kept = self.shard
+        if kept is None:
+            assert self.param_store is not None
+            kept = torch.empty(self.param_store.numel, dtype=self.param_store.dtype, device=device)
+            self.param_store.fetch(0, kept).synchronize()
+        if not self.codec:
+            return kept
+        decoded = torch.empty(self.own.numel, dtype=self.dtype, device=kept.device)
+        decode(self.codec, kept, decoded)
+        return decoded
+
+    def write_own(self, values: torch.Tensor) -> None:
+        """Overwrite this rank's slice of the parameters with values in the compute dtype."""
+        stored = encode(self.codec, values) if self.codec else values
+        if self.shard is not None:
+            self.shard.copy_(stored)
+        elif self.param_store is not None:
+            self.param_store.put(0, stored.clone() if stored is values else stored).synchronize()
 
     @property
     def held(self) -> Span:
@@ -238,11 +266,7 @@ class Flat:
         known = [e.name for e, p, _ in rows if edited_in_place(p) and not moved(p)]
         if known or (self.shard is None and self.param_store is None):
             return known
-        kept = self.shard
-        if kept is None:
-            assert self.param_store is not None
-            kept = torch.empty(self.own.numel, dtype=self.dtype, device=self.buffer.device)
-            self.param_store.fetch(0, kept).synchronize()
+        kept = self.read_own(self.buffer.device)
         gathered = self.buffer[self.own.start : self.own.stop]
         return [] if torch.equal(gathered.view(torch.uint8), kept.view(torch.uint8)) else names
 
@@ -321,15 +345,21 @@ def recomputed_units(units: Sequence[Unit], choice: bool | int | str | Recompute
     if isinstance(asked, str):
         raise ValueError(f"recompute={choice!r}: pass True, False, 'selective', a number of blocks, or the units")
     if isinstance(asked, Recompute):
-        classes = [type(unit.module) for unit in inner]
-        blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1]
-        blocks = blocks or [unit for unit in inner if unit.name.rpartition(".")[2].isdigit()] or inner
+        blocks = repeated_units(units) or inner
         asked = asked.of(len(blocks))
         return {unit: at >= asked.whole for at, unit in enumerate(blocks[: asked.count])}
     chosen = [unit for unit in inner if chooses(asked)(unit.module)]
     if not chosen:
         raise ValueError(f"no unit of the model matches recompute={choice!r}")
     return dict.fromkeys(chosen, False)
+
+
+def repeated_units(units: Sequence[Unit]) -> list[Unit]:
+    """Return the repeated blocks: units that share their class with another; else members of a list of modules."""
+    inner = [unit for unit in units if unit.index > 0]
+    classes = [type(unit.module) for unit in inner]
+    blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1]
+    return blocks or [unit for unit in inner if unit.name.rpartition(".")[2].isdigit()]
 
 
 def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
@@ -423,21 +453,30 @@ def build_flats(
     trains: Callable[[nn.Parameter], bool],
     stage: Stage,
     collectives: Collectives,
+    codec: str = "",
+    encodes: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Lay out the unit's parameters in flats for this rank; allocates nothing."""
-    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    """Lay out the unit's parameters in flats for this rank; allocates nothing.
+
+    Frozen matrices are encoded by `codec`, if one is given and `encodes` allows it for their name.
+    """
+    kinds: dict[tuple[bool, torch.dtype, str], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
         if trains(p) and not p.dtype.is_floating_point:
             raise Refused(
                 f"{name} is {p.dtype}: only real floating-point parameters can be trained; keep a complex one as a "
                 "real tensor of shape (..., 2) and use torch.view_as_complex in forward"
             )
-        kinds.setdefault((trains(p), dtype_of(name, p)), []).append((name, p))
-    for (trainable, dtype), members in kinds.items():
+        dtype, frozen = dtype_of(name, p), not trains(p)
+        real = dtype.is_floating_point and dtype.itemsize > 1
+        encoded = frozen and real and is_encoded(name, tuple(p.shape)) and encodes(name)
+        kinds.setdefault((not frozen, dtype, codec if encoded else ""), []).append((name, p))
+    for (trainable, dtype, used), members in kinds.items():
         groups = [group_of(name, p) if trainable else 0 for name, p in members]
-        layout = lay_out([(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)], collectives.world)
+        places = [(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)]
+        layout = lay_out(places, collectives.world, align_of(used))
         by_name = dict(members)
         ordered = [by_name[entry.name] for entry in layout.entries]
         ranks = (collectives.world, collectives.rank)
-        spec = flat_spec(unit.name or "rest", layout, dtype.itemsize, stage, *ranks, trainable)
+        spec = flat_spec(unit.name or "rest", layout, dtype.itemsize, stage, *ranks, trainable, used)
         unit.flats.append(Flat(unit, spec, ordered, dtype))

@@ -149,6 +149,12 @@ def _given(key: str, sets: Sequence[str], flags: Mapping[str, object]) -> bool:
     return flags.get(key) is not None or any(text.partition("=")[0].strip() == key for text in sets)
 
 
+def run_shape(config: Config) -> Shape:
+    """Return the shape of a built-in model as a run trains it, with the adapters that its config asks for."""
+    shape = shape_of(config.model, config.train.seq)
+    return shape.adapted(config.lora) if config.lora.rank else shape
+
+
 def shape_of(model: ModelConfig, seq: int) -> Shape:
     """Return the shape of a built-in model: what `zerocli.models` would build."""
     gpt2 = model.family == "gpt2"

@@ -1,28 +1,33 @@
 """LoRA in plans: adapters of low rank beside the frozen projections of a decoder's blocks. Needs no torch.
 
-A projection with an adapter gives `torch.add(y, b(a(x)), alpha=scale)`, with `a` of (rank, inputs) and `b` of
-(outputs, rank). Projections that are one matrix here (queries, keys and values; gate and up) have an adapter each, as
-peft makes them of a Llama. In some families of transformers they are one matrix too, and peft makes one adapter for all
-of it: `FUSED_PROJECTIONS`. Every other parameter is frozen: it has no gradient and no optimizer states,
-and autograd does not keep its input for backward.
+A projection with an adapter gives `torch.add(y, b(a(x)), alpha=factor)`, with `a` of (rank, inputs) and `b` of
+(outputs, rank), as `zerocli.models.lora` makes them. There is one adapter for each matrix that the family has in
+transformers, as peft makes them: one for queries, keys and values of a GPT-2, three of a Llama. Every other parameter
+is frozen: it has no gradient and no optimizer states, and autograd does not keep its input for backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from zerocli.config import LoraConfig
+from zerocli.config.lora import SHORT, matches
 from zerocli.errors import UserError
 
-TARGETS = ("q", "k", "v", "out", "gate", "up", "down")
-_NAMES = {f"{name}_proj": name for name in TARGETS} | {"o": "out", "o_proj": "out"}
-MAX_RANK = 65536
-_QKV, _GATE_UP = ("q", "k", "v"), ("gate", "up")
-FUSED_PROJECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
-    **dict.fromkeys(("bloom", "codegen", "falcon", "gpt2", "gpt_neox"), (_QKV,)),
-    **dict.fromkeys(("glm", "glm4"), (_GATE_UP,)),
-    "phi3": (_QKV, _GATE_UP),
+_QKV: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v")}
+_GATE_UP: dict[str, tuple[str, ...]] = {"gate_up": ("gate", "up")}
+FUSED_PROJECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("bloom", "codegen", "falcon", "gpt2", "gpt_neox"), _QKV),
+    **dict.fromkeys(("glm", "glm4"), _GATE_UP),
+    "phi3": _QKV | _GATE_UP,
 }
 """By family of transformers: the projections that are one matrix there."""
+_ATTENTION = ("q", "k", "v", "qkv", "out")
+_OURS = {"q": "attention.qkv", "k": "attention.qkv", "v": "attention.qkv", "gate": "mlp.gate_up", "up": "mlp.gate_up"}
+"""The layers of the built-in models that several projections are one matrix of."""
+EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed", "tokens"), ("lm_head", "head")
+"""What `lora.save_modules` calls the token embedding and the output layer."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +35,48 @@ class Lora:
     """Adapters of one rank on these projections of every block."""
 
     rank: int
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...]
+    dropout: bool = False
+    """Whether the adapters' inputs have dropout."""
+    saved: tuple[str, ...] = ()
+    """Of `tokens` and `head`, the parameters that are trained whole."""
 
-    def of(self, *names: str) -> list[str]:
+    def of(self, names: Iterable[str]) -> list[str]:
         """Return those of the projections that have an adapter."""
         return [name for name in names if name in self.targets]
 
 
-def parse_lora(text: str) -> Lora:
-    """Return what `--lora` asks for: `16`, or `16:q,v`; UserError if it is neither."""
-    rank, colon, names = text.partition(":")
-    if not rank.strip().isdigit() or not 1 <= int(rank) <= MAX_RANK:
+def choose(asked: LoraConfig, family: str, projections: Iterable[str], layers: int = 1, tie: bool = False) -> Lora:
+    """Return the adapters that a config asks for in a family with these projections; UserError if there are none.
+
+    All blocks are planned alike: a projection has an adapter in all of them if a regular expression finds it in one.
+    """
+    names = tuple(projections)
+    paths = {name: tuple(_paths(name, layers)) for name in names}
+    found = tuple(name for name in names if matches(asked.targets, *paths[name]))
+    missing = [each for each in asked.targets if not any(matches((each,), *paths[name]) for name in names)]
+    if not found or (missing and not asked.start):
+        fused = [name for name in names if name in FUSED_PROJECTIONS.get(family, {})]
+        why = f" ({', '.join(fused)}: one matrix in transformers)" if fused else ""
         raise UserError(
-            f"--lora {text}: {rank!r} is not a rank from 1 to {MAX_RANK}", hint="--lora 16, or --lora 16:q,v"
+            f"--lora: no block of {family} has a projection {', '.join(missing)}; there are {', '.join(names)}{why}",
+            hint=f"--lora {asked.rank}, or --lora {asked.rank}:{names[0]}",
         )
-    if not colon:
-        return Lora(int(rank))
-    asked = [name.strip() for name in names.split(",")]
-    targets = [_NAMES.get(name, name) for name in asked]
-    for name, target in zip(asked, targets, strict=True):
-        if target not in TARGETS:
-            raise UserError(f"--lora {text}: there is no projection {name!r}; there are {', '.join(TARGETS)}")
-    return Lora(int(rank), tuple(name for name in TARGETS if name in targets))
+    ends = {"tokens": EMBEDDINGS, "head": HEADS}
+    saved = [name for name, known in ends.items() if set(asked.save_modules) & set(known)]
+    if tie and saved:
+        saved = ["tokens"]
+    return Lora(asked.rank, found, asked.dropout > 0, tuple(saved))
+
+
+def _paths(projection: str, layers: int) -> Iterator[str]:
+    """Yield the names that a projection may have in models."""
+    part, modules = ("attention", ("self_attn", "attn")) if projection in _ATTENTION else ("mlp", ("mlp",))
+    yield projection
+    for layer in range(layers):
+        yield f"blocks.{layer}.{part}.{projection}"
+        if projection in _OURS:
+            yield f"blocks.{layer}.{_OURS[projection]}"
+        for block in (f"model.layers.{layer}", f"transformer.h.{layer}"):
+            for name in SHORT[projection]:
+                yield from (f"{block}.{name}",) if "." in name else (f"{block}.{each}.{name}" for each in modules)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from zerocli.config import LoraConfig
 from zerocli.errors import UserError
-from zerocli.plan.blocks.lora import FUSED_PROJECTIONS, Lora
+from zerocli.plan.blocks.lora import FUSED_PROJECTIONS, Lora, choose
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Shape:
 
     @property
     def period(self) -> int:
-        """After so many blocks their kinds repeat, except where `dense_blocks` says otherwise."""
+        """After this many blocks their kinds repeat, except where `dense_blocks` says otherwise."""
         return self.sparse_every if self.experts else 1
 
     @cached_property
@@ -175,6 +176,11 @@ class Shape:
     def trainable_numel(self) -> int:
         """The parameters that are trained."""
         return sum(p.numel * times for unit, times in self.units() for p in unit.parameters if p.trainable)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the weight of the output layer is trained."""
+        return self.lora is None or ("tokens" if self.tie else "head") in self.lora.saved
 
     @property
     def active_numel(self) -> int:
@@ -223,8 +229,9 @@ class Shape:
         return self._frozen(found)
 
     def _frozen(self, parameters: list[Parameter]) -> tuple[Parameter, ...]:
-        """Return a model's own parameters, frozen if there are adapters."""
-        return tuple(dataclasses.replace(each, trainable=self.lora is None) for each in parameters)
+        """Return a model's own parameters, frozen if there are adapters, but for those that are trained whole."""
+        saved = () if self.lora is None else self.lora.saved
+        return tuple(dataclasses.replace(p, trainable=self.lora is None or p.name in saved) for p in parameters)
 
     def head_parameters(self) -> tuple[Parameter, ...]:
         width = self.embed_dim or self.hidden
@@ -257,7 +264,18 @@ class Shape:
         wide |= {"out": (self.width_out, self.hidden)} | (
             {"gate": (self.hidden, self.mlp_hidden)} if self.gated else {}
         )
-        return wide | {"up": (self.hidden, self.mlp_hidden), "down": (self.mlp_hidden, self.hidden)}
+        wide |= {"up": (self.hidden, self.mlp_hidden), "down": (self.mlp_hidden, self.hidden)}
+        into = {name: fused for fused, names in FUSED_PROJECTIONS.get(self.family, {}).items() for name in names}
+        found: dict[str, tuple[int, int]] = {}
+        for name, (inputs, outputs) in wide.items():
+            here = into.get(name, name)
+            found[here] = inputs, outputs + found.get(here, (0, 0))[1]
+        return found
+
+    def matrices(self, *names: str) -> tuple[str, ...]:
+        """Return the matrices of transformers that these projections, one matrix here, are there."""
+        fused = FUSED_PROJECTIONS.get(self.family, {})
+        return next(((name,) for name, parts in fused.items() if parts[0] in names), names)
 
     def _adapters(self) -> list[Parameter]:
         if self.lora is None:
@@ -268,24 +286,11 @@ class Shape:
                 found += [Parameter(f"{name}.a", (rank, inputs)), Parameter(f"{name}.b", (outputs, rank))]
         return found
 
-    def adapters_in_common(self) -> dict[tuple[str, ...], tuple[int, int]]:
-        """Return projections that have one adapter in peft, with the parameters of theirs here and of that one."""
-        found: dict[tuple[str, ...], tuple[int, int]] = {}
-        for names in FUSED_PROJECTIONS.get(self.family, ()):
-            if self.lora is not None and (chosen := self.lora.of(*names)):
-                outputs = {name: self.projections()[name][1] for name in names}
-                times = self.lora.rank * self.layers
-                own = sum(self.hidden + outputs[name] for name in chosen)
-                found[names] = times * own, times * (self.hidden + sum(outputs.values()))
-        return found
-
-    def adapted(self, lora: Lora) -> Shape:
+    def adapted(self, asked: LoraConfig) -> Shape:
         """Return this model with adapters; UserError if they are not planned for it."""
         if self.experts or self.latent:
             raise UserError(f"--lora is planned for dense blocks with plain attention, and {self.family} has others")
-        if not lora.of(*self.projections()):
-            raise UserError(f"--lora: no block of {self.family} has a projection {', '.join(lora.targets)}")
-        return dataclasses.replace(self, lora=lora)
+        return dataclasses.replace(self, lora=choose(asked, self.family, self.projections(), self.layers, self.tie))
 
     def _qkv(self) -> list[Parameter]:
         return self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)

@@ -32,7 +32,7 @@ class Work:
         return Work(*(number * each for each in (self.products, self.attention, self.moved, self.calls, self.host)))
 
     def launched(self, seconds: float) -> Work:
-        """Return the same work with the host's time for its calls, so many seconds each."""
+        """Return the same work with the host's time for its calls, this many seconds each."""
         return Work(self.products, self.attention, self.moved, host=self.host + self.calls * seconds)
 
     def compiled(self, moved: float, host: float) -> Work:

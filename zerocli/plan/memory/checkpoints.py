@@ -16,7 +16,7 @@ class Checkpoints:
     """The inputs of recomputed blocks, from forward to the block's backward, each on its tier."""
 
     def __init__(self, ledger: Ledger, setup: Setup, keep_slots: Callable[[int], None]) -> None:
-        """`keep_slots` allocates so many bytes of slots on the device, for as long as the engine is there."""
+        """`keep_slots` allocates this many bytes of slots on the device, for as long as the engine is there."""
         self._ledger, self._setup, self._keep_slots = ledger, setup, keep_slots
         self.tiers: list[str] = []
         """The tier of each recomputed block's input."""

@@ -27,7 +27,7 @@ from zerocli.plan.memory.tape import SHARED, Tape, Tensor
 
 FP32 = 4
 UNSORTED = 3072
-"""Up to so many tokens, the kernel for the gradient of an embedding on a GPU adds one after the other."""
+"""Up to this many tokens, the kernel for the gradient of an embedding on a GPU adds one after the other."""
 Sizes = Sequence[int]
 """Bytes of the gradients of some parameters."""
 
@@ -145,12 +145,13 @@ class Decoder:
 
     def _input(self, x: Tensor) -> list[Storage]:
         """Return what a projection saves: its input, unless its weight is frozen."""
-        return [x.storage] if self.shape.lora is None else []
+        return [x.storage] if self.shape.lora is None else []  # the output layer is in the loss
 
     def adapt(self, t: Tape, y: Tensor, x: Tensor, names: tuple[str, ...], block: int, unit: int) -> Tensor:
         """Add the adapters of these projections, which are one matrix with output `y`."""
         lora = self.shape.lora
-        if lora is None or not (chosen := lora.of(*names)):
+        names = self.shape.matrices(*names)
+        if lora is None or not (chosen := lora.of(names)):
             return y
         tokens, width = self.batch.tokens, self.batch.width
         parts = []
@@ -162,9 +163,10 @@ class Decoder:
             a, b = (self._params("block", f"{name}.{each}", block=block) for each in "ab")
             grad = tokens * inputs * width
             thin, high = tokens * lora.rank * width, tokens * outputs * width
-            low = t.op("adapter", [x], thin, [x.storage], [grad], params=a, unit=unit, product=True)
+            given = self._dropped(t, x, tokens * inputs) if lora.dropout else x
+            low = t.op("adapter", [given], thin, [given.storage], [grad], params=a, unit=unit, product=True)
             parts.append(t.op("adapter", [low], high, [low.storage], params=b, unit=unit, product=True))
-            del low
+            del low, given
         joined = parts.pop() if len(parts) == 1 else t.op("join", parts, y.storage.nbytes, grads=[SHARED] * len(parts))
         parts.clear()
         return t.op("add adapters", [y, joined], y.storage.nbytes, grads=[SHARED, y.storage.nbytes])
@@ -178,10 +180,11 @@ class Decoder:
 
     def dropout(self, t: Tape, x: Tensor) -> Tensor:
         """Apply dropout: a GPU's one kernel makes a mask of bytes too, a CPU draws the scale factors before."""
-        if not self.shape.dropout:
-            return x
-        mask = t.new(self.batch.tokens * self.shape.hidden * (1 if self.batch.cuda else self.batch.width))
-        return t.op("dropout", [x], self.hidden, [mask], [self.hidden], late=self.batch.cuda)
+        return self._dropped(t, x, self.batch.tokens * self.shape.hidden) if self.shape.dropout else x
+
+    def _dropped(self, t: Tape, x: Tensor, numel: int) -> Tensor:
+        mask, nbytes = t.new(numel * (1 if self.batch.cuda else self.batch.width)), numel * self.batch.width
+        return t.op("dropout", [x], nbytes, [mask], [nbytes], late=self.batch.cuda)
 
     def add(self, t: Tape, x: Tensor, y: Tensor) -> Tensor:
         return t.op("residual", [x, y], self.hidden, grads=[SHARED, SHARED])

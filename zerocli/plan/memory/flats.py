@@ -11,7 +11,8 @@ from typing import Protocol
 from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
-from zerocli.layout.flats import FlatSpec, Sizing, flat_spec, place_alike
+from zerocli.layout.codecs import is_encoded
+from zerocli.layout.flats import FlatSpec, Sizing, align_of, flat_spec, place_alike
 from zerocli.layout.shards import SHARD_ALIGN, lay_out
 from zerocli.plan.blocks.shape import Parameter, Unit
 from zerocli.plan.setup import Setup
@@ -146,21 +147,24 @@ def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
     return flats
 
 
-def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int], list[Parameter]]:
-    """Return a unit's parameters by (trainable, bytes per element): each kind has a flat."""
-    kinds: dict[tuple[bool, int], list[Parameter]] = {}
+def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int, str], list[Parameter]]:
+    """Return a unit's parameters by (trainable, bytes per element, codec): each kind has a flat."""
+    kinds: dict[tuple[bool, int, str], list[Parameter]] = {}
     for parameter in unit.parameters:
-        kinds.setdefault((parameter.trainable, parameter.width or setup.width), []).append(parameter)
+        block = unit.kind == "block" and not parameter.trainable
+        encoded = block and is_encoded(parameter.name, parameter.shape)
+        key = (parameter.trainable, parameter.width or setup.width, setup.codec if encoded else "")
+        kinds.setdefault(key, []).append(parameter)
     return kinds
 
 
 def _flats_of(unit: Unit, setup: Setup, rank: int) -> list[FlatSpec]:
     """Return the flats of one unit: trainable parameters apart from frozen ones, each dtype by itself."""
     found = []
-    for (trainable, width), members in _kinds(unit, setup).items():
+    for (trainable, width, codec), members in _kinds(unit, setup).items():
         places = [(p.name, p.local(setup.tp), _group(p, setup.tp) if trainable else 0) for p in members]
-        layout = lay_out(places, setup.dp)
-        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.dp, rank, trainable))
+        layout = lay_out(places, setup.dp, align_of(codec))
+        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.dp, rank, trainable, codec))
     return found
 
 

@@ -79,6 +79,11 @@ class Initialisation:
         setup, ledger = self._setup, self._ledger
         for flat in flats:
             ledger.moment = f"initialising {flat.unit}"
+            if setup.loads and not flat.trainable:  # the engine allocates zeros, which files then fill
+                spec = buffers.parameters(flat, self._sizing)
+                if spec.tier == HBM:
+                    self._keep(spec)
+                continue
             wide = FP32 * flat.total
             # The check for uninitialised values reads one parameter at a time, one byte per element.
             checked = max(entry.numel for entry in flat.layout.entries)
@@ -113,8 +118,9 @@ class Initialisation:
 
     def _place_parameters(self, flat: FlatSpec) -> None:
         spec = buffers.parameters(flat, self._sizing)
+        numel = flat.own.numel if flat.codec else spec.numel
         # Rounding to bf16 needs an fp32 copy of what is kept.
-        copy = Storage(self._ledger, FP32 * spec.numel, "buffers") if self._setup.precision == "bf16" else None
+        copy = Storage(self._ledger, FP32 * numel, "buffers") if self._setup.precision == "bf16" else None
         if spec.tier == HBM:
             self._keep(spec)
         elif flat.width < FP32:

@@ -54,7 +54,7 @@ class Replayable(ABC):
     layers: int
     """Blocks that may be recomputed, in the order in which they are called."""
     period: int
-    """After so many blocks their kinds repeat."""
+    """After this many blocks their kinds repeat."""
     kinds: Sequence[Hashable]
     """What blocks that allocate alike have in common."""
     frozen_input: bool

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from zerocli.errors import UserError
 from zerocli.layout import constants
 from zerocli.layout.flats import FP32
+from zerocli.layout.shards import nearest_divisor
 from zerocli.plan.blocks.shape import Shape, Unit
 from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
@@ -23,7 +24,8 @@ class ReplayableShape(Replayable):
         self.shape = shape
         self.numel, self.trainable_numel = shape.numel, shape.trainable_numel
         self.layers, self.period, self.kinds = shape.layers, shape.period, shape.sparse
-        self.frozen_input, self.rotary = shape.lora is not None, shape.rotary
+        self.rotary = shape.rotary
+        self.frozen_input = not any(each.trainable for each in shape.embed_parameters())
         self.transposes = shape.family == "gpt2"
 
     def units(self) -> Iterator[tuple[Unit, int]]:
@@ -44,9 +46,12 @@ class ReplayableShape(Replayable):
         widths = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads, "the MLP's width": shape.mlp_hidden}
         for name, number in widths.items():
             if number % setup.tp:
-                raise UserError(f"tp {setup.tp} does not divide {name} {number}")
+                raise UserError(
+                    f"tp {setup.tp} does not divide {name} {number}", hint=f"--tp {nearest_divisor(setup.tp, number)}"
+                )
         if shape.positions and setup.seq > shape.positions:
-            raise UserError(f"seq {setup.seq} is beyond the {shape.positions} positions the model was made for")
+            fact = f"seq {setup.seq} is beyond the {shape.positions} positions the model was made for"
+            raise UserError(fact, hint=f"--seq {shape.positions}")
 
     def formulas(self, setup: Setup) -> dict[str, str]:
         shape, tokens = self.shape, setup.batch * setup.seq
@@ -119,7 +124,7 @@ class _ShapeMicroStep(MicroStep):
         chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
         rows = chunk * constants.padded_vocab(vocab)
         grad_x = Storage(ledger, tokens * shape.hidden * width, "logits")
-        frozen = shape.lora is not None
+        frozen = not shape.trains_head
         grad_weight = None if frozen else Storage(ledger, vocab * shape.hidden * FP32, "logits")
         small = Storage(ledger, 5 * tokens, "logits")  # losses, and which targets count
         buffer = Storage(ledger, rows * width, "logits")

@@ -1,8 +1,8 @@
 """Saved checkpoints: the bytes that a run folder holds at most, and the host memory for writing each.
 
 A checkpoint is the fp32 master and every optimizer state of the whole model, once, whatever the ranks and the stage;
-frozen parameters are saved as they are. It
-is in the run folder, which may or may not be on the disks of the nvme tier; a plan cannot know. The rule:
+frozen parameters are saved as they are, unless they are the base of adapters, which has a folder of its own. It is in
+the run folder, which may or may not be on the disks of the nvme tier; a plan cannot know. The rule:
 
 - On one node the run folder is assumed to be on that node's disks, so checkpoints count as `nvme`, like swap files:
   what fits then fits wherever the folder is. `--set checkpoint.every=0` leaves them out.
@@ -34,13 +34,14 @@ def saved(numel: int, setup: Setup, flats: Flats, frozen: int = 0) -> Row | None
     if not setup.checkpoints:
         return None
     arrays = setup.num_states + 1
-    each = 4 * arrays * (numel - frozen) + setup.width * frozen + _beside(arrays, numel, setup, flats)
+    kept = 0 if setup.base_elsewhere else frozen
+    each = 4 * arrays * (numel - frozen) + setup.width * kept + _beside(arrays, numel - frozen + kept, setup, flats)
     formula = (
         f"checkpoints in {folder_of(setup)}: {setup.checkpoints - 1} kept and one being written"
         f" x {4 * arrays} B x {format_count(numel - frozen)} parameters"
     )
-    if frozen:
-        formula += f", and {setup.width} B x {format_count(frozen)} frozen ones"
+    if kept:
+        formula += f", and {setup.width} B x {format_count(kept)} frozen ones"
     shared = setup.saves_elsewhere or setup.ranks > setup.ranks_per_node
     return Row("runtime", SHARED if shared else "nvme", setup.checkpoints * each, formula)
 
@@ -66,7 +67,8 @@ def buffer(setup: Setup, flats: Flats) -> int:
         return 0
     slot = constants.save_slot(setup.checkpoint_buffer)
     arrays = setup.num_states + 1
-    written = flats.total(lambda flat: flat.own.numel * (4 * arrays if flat.trainable else flat.width))
+    frozen = 0 if setup.base_elsewhere else 1
+    written = flats.total(lambda flat: flat.own.numel * (4 * arrays if flat.trainable else frozen * flat.width))
     largest = max((entry.numel for flat in flats.distinct for entry in flat.layout.entries), default=0)
     # A slot is closed when the next piece does not fit.
     filled = -(-written // (slot - 4 * min(constants.PIECE_NUMEL, largest)))

@@ -74,7 +74,7 @@ class StepPeak:
     checkpoint_nbytes: int
 
     def with_gradients(self, nbytes: int) -> int:
-        """Return the peak, or more, with so many bytes of gradients on the device: it is convex in those."""
+        """Return the peak, or more, with this many bytes of gradients on the device: it is convex in those."""
         share = nbytes / self.gradients if self.gradients else 0.0
         return int(self.rest + share * (self.both - self.rest))
 
@@ -279,6 +279,11 @@ class Replay(Initialisation):
         for flat in self._units[unit]:
             name = buffers.gather_name(flat.total)
             self._make(name, flat.width, number - self._made[name, flat.width])
+            if flat.codec:
+                self._make(buffers.DECODING, 1, 1 - self._made[buffers.DECODING, 1])
+            if flat.staged_nbytes:
+                name = buffers.staged_name(flat.staged_nbytes)
+                self._make(name, 1, number - self._made[name, 1])
 
     def _make(self, name: str, width: int, number: int) -> None:
         """Allocate `number` buffers of a kind, or as many as are not there yet."""

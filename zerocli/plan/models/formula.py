@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from zerocli.config import LoraConfig
 from zerocli.layout.sizes import format_count
-from zerocli.plan.blocks.lora import Lora
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.quick import quick_plan
@@ -71,22 +71,14 @@ class Formula(Model):
         shape, lora = self.shape, self.shape.lora
         if lora is None:
             return []
-        trained = (
-            f"LoRA of rank {lora.rank} on {', '.join(lora.of(*shape.projections()))}: "
-            f"{shape.trainable_numel:,} parameters are trained, in {setup.precision}; the others are frozen"
-        )
         return [
-            trained,
-            *(
-                f"{shape.family} of transformers has {', '.join(names)} in one matrix: peft makes one adapter for it, "
-                f"of {theirs:,} parameters instead of {own:,}"
-                for names, (own, theirs) in shape.adapters_in_common().items()
-            ),
+            f"LoRA of rank {lora.rank} on {', '.join(lora.of(shape.projections()))}: "
+            f"{shape.trainable_numel:,} parameters are trained, in {setup.precision}; the others are frozen"
         ]
 
-    def adapted(self, lora: Lora) -> Formula:
+    def adapted(self, asked: LoraConfig) -> Formula:
         """Return this model with adapters; UserError if they are not planned for it."""
-        return replace(self, shape=self.shape.adapted(lora))
+        return replace(self, shape=self.shape.adapted(asked))
 
     def sized(self, setup: Setup, layers: int, hidden: int | None = None) -> Formula:
         shape = self.shape

@@ -84,11 +84,11 @@ class Model(ABC):
         return ""
 
     def sized(self, setup: Setup, layers: int, hidden: int | None = None) -> Model:
-        """Return the family's model of so many layers, in its proportions unless its width is given."""
+        """Return the family's model of this many layers, in its proportions unless its width is given."""
         raise self.fixed("model")
 
     def with_seq(self, seq: int) -> Model:
-        """Return the model with a table of positions for so many tokens, if it has one that is as long as they are."""
+        """Return the model with a table of positions for this many tokens, if it has one as long as they are."""
         raise self.fixed("seq")
 
     def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocli import __version__
+from zerocli.config import Config
 from zerocli.errors import UserError
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import Source, model_of
@@ -42,7 +43,7 @@ def plan_source(source: Source, traced: bool, setup: Setup, notes: list[str]) ->
         return None
     if setup.tp > 1:
         raise UserError(f"--tp {setup.tp}: models of transformers are not split over ranks", hint="--tp 1")
-    traces = Traces(source.name, source.file)
+    traces = Traces(source.name, source.file, source.config)
     found = traces.find(setup)
     if found.program is None:
         notes.append(f"{found.kind} of transformers is counted: model states alone; activations are not counted, since")
@@ -72,8 +73,8 @@ class Found:
 class Traces:
     """The traces of one config, one of each batch and precision; those in the user's cache need no torch."""
 
-    def __init__(self, name: str, file: hugging.ConfigFile) -> None:
-        self._name, self._file = name, file
+    def __init__(self, name: str, file: hugging.ConfigFile, config: Config) -> None:
+        self._name, self._file, self._run = name, file, config
 
     def describe(self, setup: Setup) -> Program:
         """Return the program of a setup; UserError if it cannot be traced."""
@@ -105,7 +106,9 @@ class Traces:
     def _path(self, setup: Setup) -> Path:
         """Return the file of a trace: its name stands for everything that the trace depends on."""
         versions = [_version(name) for name in ("torch", "transformers")]
-        asked = [setup.batch, setup.seq, setup.precision, setup.device]
+        asked: list[Any] = [setup.batch, setup.seq, setup.precision, setup.device]
+        if self._run.lora.rank:
+            asked.append(repr(self._run.lora))
         key = json.dumps([FORMAT, __version__, versions, asked, self._file.values], sort_keys=True, default=str)
         return cache_path().parent / "traces" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
@@ -114,10 +117,11 @@ class Traces:
         return hugging.read_config(self._file)
 
     def _trace(self, setup: Setup) -> Found:
+        from zerocli.models.lora import adapted
         from zerocli.plan.models.record import record
 
         config = self._config
-        model = hugging.build(config)
+        model = adapted(hugging.build(config), self._run)
         known: dict[str, Any] = {
             "kind": type(model).__name__,
             "numel": sum(each.numel() for each in model.parameters()),

@@ -17,7 +17,7 @@ from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.categories import model_states
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.machine import Gpu
-from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.memory.runtime import constant
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
@@ -87,7 +87,7 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
     setup, there = _here(config, gpus, ranks_per_node)
     if config.model.external:
         return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
-    plan = plan_decided(Formula(shape_of(config.model, config.train.seq)), setup, _room(config, setup, there))
+    plan = plan_decided(Formula(run_shape(config)), setup, _room(config, setup, there))
     return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
 
 
@@ -109,7 +109,7 @@ def plan_config(config: Config, device: str) -> Plan | None:
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
     room = room_here(device, ranks, config.train.gpu_memory) if setup.recompute == AUTO else 0
-    return plan_decided(Formula(shape_of(config.model, config.train.seq)), setup, room)
+    return plan_decided(Formula(run_shape(config)), setup, room)
 
 
 def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: bool = True) -> None:
@@ -145,6 +145,7 @@ def _refuse_inputs(config: Config, gpus: Sequence[Gpu], ranks_per_node: int, hos
         return
     setup, there = _here(config, gpus, ranks_per_node)
     values, _, _ = read_values(hub.config_path(config.model.folder))
+    hub.refuse_quantized(config.model.folder, values)
     width = hub.size_of(values, "hidden_size", "n_embd", "d_model") * setup.width
     each = setup.seq * width * hub.size_of(values, "num_hidden_layers", "n_layer", "num_layers")
     if ACTIVATIONS in setup.offload.shares or not each:
@@ -196,7 +197,7 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     if config.model.external:
         return other
     there = _available(config, setup, gpus)
-    model = Formula(shape_of(config.model, config.train.seq))
+    model = Formula(run_shape(config))
     for words, changed in _changes(config, setup, model):
         try:
             plan = plan_decided(model, changed, _room(config, changed, there))

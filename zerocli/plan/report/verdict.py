@@ -17,7 +17,7 @@ from zerocli.plan.time.hardware import Hardware
 
 @dataclass(frozen=True)
 class Budget:
-    """A training run of so many tokens, and the price of a GPU-hour (0: none is given)."""
+    """A training run of this many tokens, and the price of a GPU-hour (0: none is given)."""
 
     tokens: int
     price: float = 0.0

@@ -35,16 +35,16 @@ HOST_MARGIN = 0.05
 SAME_SECONDS = 5e-4
 """Of choices whose estimates differ by less than this share, the one that leaves most device memory free is taken."""
 LEVELS, FINEST = 6, 64
-"""Amounts of recomputation are first tried at so many steps, then between the best and its neighbours, down to steps of
-one part in so many."""
+"""Amounts of recomputation are first tried at this many steps, then between the best and its neighbours, down to steps
+of one part in this many."""
 ENOUGH_EXACT_PLANS = 12
-"""After so many exact plans, the fastest two are enough for a table of the best."""
+"""After this many exact plans, the fastest two are enough for a table of the best."""
 MAX_CHANGES = 3
 """How often a candidate is changed until its exact plan fits."""
 MIN_GAIN = 0.02
 """A placement with budgets is shown if it is faster than the others by more than this share."""
 NUM_NEAREST = 6
-"""Where nothing fits, so many that exceed the machine least are planned exactly."""
+"""Where nothing fits, this many that exceed the machine least are planned exactly."""
 ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", "gradients"))
 """Kinds of states in the orders in which they leave the device."""
 BUDGET_STEP, LARGE_BUDGET_STEP, LARGE_BUDGET = 64 << 20, 1 << 30, 100 << 30
@@ -160,7 +160,7 @@ class _Search:
         """The fewest seconds of a candidate that fits."""
 
     def choice(self, shown: int) -> Choice:
-        """Return the choice on the machine without margins, with so many of its kinds as are to be shown."""
+        """Return the choice on the machine without margins, with as many of its kinds as are to be shown."""
         if not self._found:
             raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
         fitting = self._checked(shown)

@@ -19,7 +19,7 @@ from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
 from zerocli.plan.time import bench
 from zerocli.plan.time.compute import FP32_PRODUCTS, PRODUCTS
-from zerocli.plan.time.hardware import PRESETS, RATES, Hardware, this_machine
+from zerocli.plan.time.hardware import PRESETS, RATES, Hardware, disk_rate, this_machine
 
 STAGES = (0, 1, 2, 3)
 LEFT_FREE = f"{MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest"
@@ -45,9 +45,10 @@ def hardware_here(paths: tuple[str, ...], setup: Setup, room: int) -> Hardware:
         products = rates.get(setup.precision, rates["products"]) / setup.local_ranks
         peak = products / FP32_PRODUCTS if setup.width == 4 else products
         copied = rates["memory"] / 2 / setup.local_ranks
+        disk = disk_rate(measured)
         found = Hardware(
             *("cpu", room, peak, rates["memory"] / setup.local_ranks, copied),
-            **{"network": 1.0, "pcie": copied, "gpus": setup.local_ranks, "disk": 1.0, "adam": rates["adam"]},
+            **{"network": 1.0, "pcie": copied, "gpus": setup.local_ranks, "disk": disk or 1.0, "adam": rates["adam"]},
             products=products * PRODUCTS,
             source="this machine",
         )

@@ -34,7 +34,7 @@ from zerocli.plan.time.hardware import Hardware
 
 KINDS = ("model", "batch", "seq")
 LEAST_LAYERS = 2
-"""A model of the family's proportions has at least so many blocks; if that does not fit, nothing does."""
+"""A model of the family's proportions has at least this many blocks; if that does not fit, nothing does."""
 MOST_LAYERS = 4096
 MOST_BATCH = 1 << 20
 SEQ_STEP = 64

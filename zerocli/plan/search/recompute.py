@@ -50,7 +50,7 @@ def plan_decided(model: Model, setup: Setup, room: int) -> Plan:
 
 
 def choices(layers: int) -> list[Recompute]:
-    """Return what `auto` chooses from, in its order, for a model of so many blocks that are alike."""
+    """Return what `auto` chooses from, in its order, for a model of this many blocks that are alike."""
     some = [Recompute(0, count) for count in range(layers + 1)]
     return some + [Recompute(count, layers - count) for count in range(1, layers + 1)]
 

@@ -7,18 +7,23 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zerocli import machine
 from zerocli.console import say
 from zerocli.errors import UserError
+from zerocli.plan.time.hardware import HOST
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
-BENCH_NBYTES = 1 << 30
-BENCH_SECONDS = 5.0
+BENCH_NBYTES = 256 << 20
+BENCH_SECONDS = 4.0
+QUICK_NBYTES, QUICK_SECONDS = 64 << 20, 0.5
+"""The same for a disk that `--auto` may choose and nobody measured."""
 COMPUTE = "compute"
-"""Names the rates of `zerocli.engine.optimizer.rates`."""
+"""Names the rates of `zerocli.plan.time.rates`."""
 
 
 def gather(paths: tuple[str, ...]) -> dict[str, Any]:
@@ -44,32 +49,87 @@ def gather(paths: tuple[str, ...]) -> dict[str, Any]:
 
 
 def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
-    """Measure compute, host memory, GPU and the disks under `paths`, and store the results in the cache."""
+    """Measure compute, host memory, GPU and the disks under `paths`; say and store each result as it comes."""
+    bench = _tiers_bench()
+    link = "the link between host and GPU" if facts["gpus"] else "host memory"
+    jobs: list[tuple[str, str, Callable[[], Any]]] = [
+        (link, bench_key(facts), lambda: bench.bench_dram_hbm(BENCH_NBYTES, BENCH_SECONDS)),
+        ("compute", bench_key(facts, COMPUTE), _compute_rates),
+        *(
+            (f"disk {path}", bench_key(facts, path), partial(_disk, bench, path, BENCH_NBYTES, BENCH_SECONDS))
+            for path in paths
+        ),
+    ]
+    for number, (title, key, act) in enumerate(jobs, 1):
+        say(f"measuring {number} of {len(jobs)}: {title} (about {BENCH_SECONDS:g} s)")
+        result = act()
+        _remember(key, result)
+        say(f"  {in_words(result)}")
+
+
+def measure_unknown(facts: dict[str, Any], paths: tuple[str, ...]) -> list[str]:
+    """Measure the disks that a choice depends on and nobody has measured, once for a machine; return a line for each.
+
+    That takes about two seconds for each.
+    """
+    lines = []
+    for path in paths:
+        if bench_key(facts, path) not in read_cache():
+            result = _disk(_tiers_bench(), path, QUICK_NBYTES, QUICK_SECONDS)
+            _remember(bench_key(facts, path), result)
+            lines.append(f"measured disk {path}: {in_words(result)}")
+    return lines
+
+
+def _tiers_bench() -> Any:
     try:
         from tiers import bench
     except ImportError as error:
         raise UserError(f"nothing to measure with: {error}", hint="zerocli env, without --bench") from error
-    say("measuring; this takes some seconds per tier")
-    results = {bench_key(facts): bench.bench_dram_hbm(BENCH_NBYTES), bench_key(facts, COMPUTE): _compute_rates()}
-    for path in paths:
-        folder = Path(path)
-        try:
-            results[bench_key(facts, path)] = bench.bench_nvme([str(folder)], BENCH_NBYTES, BENCH_SECONDS)
-        except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}", hint="another --nvme-path") from error
+    return bench
+
+
+def _disk(bench: Any, path: str, nbytes: int, seconds: float) -> Any:
+    try:
+        return bench.bench_nvme([path], nbytes, seconds)
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}", hint="another --nvme-path") from error
+
+
+def _remember(key: str, result: Any) -> None:
     cache = read_cache()
-    for key, result in results.items():
-        cache[key] = {"time": time.time(), "result": result}
+    cache[key] = {"time": time.time(), "result": result}
     target = cache_path()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_text(target, json.dumps(cache, indent=2))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, json.dumps(cache, indent=2))
+    except OSError:
+        say(f"note: {target} cannot be written: this is measured again next time")
+
+
+UNITS = (
+    dict.fromkeys(("products", "bf16", "fp16"), "TFLOPS")
+    | {"adam": "billion parameters/s"}
+    | dict.fromkeys(HOST, "s per block")
+)
+UNITS |= {"host_chunk": "s per chunk of an update", "host_transfer": "s per transfer of a chunk"}
+"""Units of measured rates and times; all others are in GB/s."""
+
+
+def in_words(result: Any) -> str:
+    """Return the rates of a measurement in words; counts, paths and the rates of raw copies are left out."""
+    if not isinstance(result, dict):
+        return str(result)
+    rates = {name: value for name, value in result.items() if isinstance(value, float) and "_ratio" not in name}
+    shown = [(name, value) for name, value in rates.items() if not name.startswith("raw_")] or list(rates.items())
+    return ", ".join(f"{name} {value:.3g} {UNITS.get(name, 'GB/s')}" for name, value in shown) or "nothing"
 
 
 def _compute_rates() -> dict[str, float]:
     import torch
 
-    from zerocli.engine.optimizer.rates import measure_rates
     from zerocli.plan.time.host_times import measure_host
+    from zerocli.plan.time.rates import measure_rates
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host = measure_host(device) if device.type == "cuda" else {}  # without a GPU, the host is what computes

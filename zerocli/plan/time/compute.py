@@ -19,8 +19,8 @@ from zerocli.plan.time.hardware import Hardware, HostTimes
 PRODUCTS = 0.73
 """Matrix products of at least a thousand rows and columns."""
 ATTENTION, HALF_RATE_TOKENS = 0.60, 512
-"""Causal attention, forward, reaches the first share for long sequences and half of it for so many tokens; its backward
-reaches 0.7 of that."""
+"""Causal attention, forward, reaches the first share for long sequences and half of it for this many tokens; its
+backward reaches 0.7 of that."""
 MEMORY = 0.64
 """Element-wise kernels, norms and sums, of the memory bandwidth."""
 UPDATE = 0.83
@@ -99,7 +99,8 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
     """Return what a model computes in a step, by the formulas of its shape."""
     gradients = Work(moved=shape.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
     ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
-    found = passes(shape, setup, host), gradients, model_flops(shape, setup), ends
+    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
+    found = passes(shape, setup, host), gradients, model_flops(shape, setup.seq, tokens), ends
     return Computed(*found, num_chunks(shape.units(), setup), shape.layers, shape.hidden)
 
 
@@ -114,15 +115,18 @@ def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
     return found
 
 
-def model_flops(shape: Shape, setup: Setup) -> float:
-    """Return the operations of a step of all ranks that the model itself needs, as MFU counts them: no repetition."""
-    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
-    looked_up = () if shape.tie else tuple(shape.embed_parameters())
-    embedding = sum(each.numel for each in looked_up)
+def model_flops(shape: Shape, seq: int, tokens: int) -> float:
+    """Return the operations in forward and backward of `tokens` tokens, as MFU counts them: no repetition.
+
+    Lookup tables take none: the position embedding, and the token embedding if the head has its own matrix.
+    """
+    names = {"positions"} if shape.tie else {"positions", "tokens"}
+    tables = [each for each in shape.embed_parameters() if each.name in names]
+    numel = shape.active_numel - sum(each.numel for each in tables)
     # A frozen weight has no gradient: 4 operations for each of its elements and a token instead of 6.
-    frozen = shape.numel - shape.trainable_numel - sum(each.numel for each in looked_up if not each.trainable)
-    attention = 6 * shape.layers * setup.seq * (shape.width_q + shape.width_out) / 2
-    return tokens * (6.0 * (shape.active_numel - embedding) - 2.0 * frozen + attention)
+    frozen = shape.numel - shape.trainable_numel - sum(each.numel for each in tables if not each.trainable)
+    attention = 6 * shape.layers * seq * (shape.width_q + shape.width_out) / 2  # causal: half of 12
+    return tokens * (6.0 * numel - 2.0 * frozen + attention)
 
 
 def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Work, Work]:
@@ -168,7 +172,7 @@ def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
 
 
 def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -> float:
-    """Return the host's time for recomputing so many blocks; compiled ones run the same graphs in any case."""
+    """Return the host's time for recomputing this many blocks; compiled ones run the same graphs in any case."""
     if setup.compiled:
         return host.block * HOST_AGAIN * (whole + selective)
     return host.whole * whole + host.selective * selective
@@ -218,6 +222,6 @@ def _ends(shape: Shape, setup: Setup, host: HostTimes) -> tuple[Work, Work]:
     chunks = -(-tokens // min(tokens, constants.chunk_tokens(vocab, setup.device)))
     summed = 2 * chunks * vocab * inputs * 4
     moved = 3 * logits + 4 * hidden + 3 * table + summed
-    products = 6.0 if shape.trainable_numel == shape.numel else 4.0  # a frozen head has no gradient
+    products = 6.0 if shape.trains_head else 4.0  # a frozen head has no gradient
     forward = Work(products * tokens * vocab * inputs, moved=moved, host=2 * host.block * HOST_FORWARD)
     return forward, Work(moved=10 * hidden + 2 * table, host=2 * host.block * (1 - HOST_FORWARD))

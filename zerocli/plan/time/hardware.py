@@ -202,10 +202,19 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
             changes |= {"products": result["products"] * SUSTAINED, "adam": result["adam"]}
             changes["hbm"] = result["memory"] / COPIED
             changes |= {each: result[each] for each in HOST if _rate(result.get(each))}
-        elif _rate(result.get("read")) and _rate(result.get("write")):
-            # A step reads and writes concurrently.
-            changes["disk"] = result["both"] if _rate(result.get("both")) else min(result["read"], result["write"])
+    if disk := disk_rate(measured):
+        changes["disk"] = disk
     return dataclasses.replace(PRESETS[known], **changes)
+
+
+def disk_rate(measured: Mapping[str, Any]) -> float:
+    """Return the measured rate of a disk that reads and writes concurrently, as a step does; 0 if nobody measured."""
+    rate = 0.0
+    for name, entry in measured.items():
+        result = entry.get("result", {}) if isinstance(entry, dict) else {}
+        if name not in ("dram_hbm", "compute") and _rate(result.get("read")) and _rate(result.get("write")):
+            rate = result["both"] if _rate(result.get("both")) else min(result["read"], result["write"])
+    return rate
 
 
 def _rate(value: object) -> bool:

@@ -29,7 +29,7 @@ from zerocli.plan.time.seconds import num_transfers
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
 TURNS, STEPS = 8, 3
-"""Each kind has so many turns of so many steps."""
+"""Each kind has this many turns of this many steps."""
 FAMILIES = ("gpt2", "llama")
 
 

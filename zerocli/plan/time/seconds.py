@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload.placement import HBM
+from zerocli.plan.blocks.work import Work
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import UPDATE, Computed, device_seconds
@@ -21,6 +22,8 @@ GB = 1e9
 LINK, DISK = 0.95, 0.9
 """Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200; its disk was slower
 with files of 8 GiB than with the benchmark's of one)."""
+DECODING_NBYTES = {"nf4": 14.5, "int8": 11.0}
+"""Bytes that decoding a parameter into bf16 reads and writes: its codes, their values in fp32, the result."""
 CHECKPOINT_WAIT = 0.4
 """Share of an activation checkpoint's way back that backward waits for (measured on an H200)."""
 EXPOSED_GATHERS = 2.5
@@ -119,7 +122,7 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
 
 
 def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
-    """Return when the device is done with the first forward and with the step; at first it waits for so many seconds.
+    """Return when the device is done with the first forward and with the step; at first it waits for this many seconds.
 
     The host begins a phase once it has launched all before it, if it is not too far `ahead` of the device. Once it is
     ahead by the same time after each micro-step, all others take as long as the last one.
@@ -181,9 +184,10 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     again = setup.accumulate - 1
     work = of.passes
     local, trained = plan.numel / setup.tp, plan.num_trained / setup.tp
-    backward = work.backward + work.again + of.gradients
-    gather = local * setup.width
-    wire = _collective_seconds(gather, setup.dp, max(1, setup.ranks_per_node // setup.tp), hardware)
+    decoding = Work(moved=_encoded_numel(plan, of) * DECODING_NBYTES.get(setup.codec, 0))
+    forward = work.forward + decoding
+    backward = work.backward + work.again + of.gradients + decoding
+    wire = _collective_seconds(_gathered_nbytes(plan), setup.dp, max(1, setup.ranks_per_node // setup.tp), hardware)
     reduces = (1.0 if setup.zero.gradients else 1 / setup.accumulate) * (1 if setup.zero.optimizer else 2)
     hidden = setup.batch * setup.seq * of.hidden * setup.width
     # Two sums per block and direction, each a reduction and a gather.
@@ -192,7 +196,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     host = _host_moves(plan, of, hardware.host)
     every = float(setup.zero.parameters)
     made = [
-        (1, work.forward, host.gather + host.update, sums, float(setup.zero.optimizer)),
+        (1, forward, host.gather + host.update, sums, float(setup.zero.optimizer)),
         (
             setup.accumulate,
             backward,
@@ -200,7 +204,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
             sums * (1 + repeated),
             every + reduces * trained / local,
         ),
-        (again, work.forward, host.gather, sums, every),
+        (again, forward, host.gather, sums, every),
     ]
     phases = []
     for (times, computed, moves, exchanged, gathers), moved in zip(made, _moved(plan, trained), strict=True):
@@ -216,6 +220,20 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     head = sum(device_seconds(work.head, setup, hardware).values())
     phases[0].tail = phases[2].tail = head
     return phases
+
+
+def _encoded_numel(plan: Plan, of: Computed) -> float:
+    """Return the frozen parameters of a rank's blocks, which are decoded wherever they are used."""
+    return max(0, plan.numel - plan.num_trained - of.ends) / plan.setup.tp if plan.setup.codec else 0.0
+
+
+def _gathered_nbytes(plan: Plan) -> float:
+    """Return the bytes that a gather of all parameters moves; encoded ones are decoded where they arrive."""
+    setup = plan.setup
+    if not setup.codec:
+        return plan.numel / setup.tp * setup.width
+    own = plan.of("parameters", HBM) + _parameters_off_device(plan)
+    return own * (setup.dp if setup.zero.parameters else 1)
 
 
 @dataclass(frozen=True)

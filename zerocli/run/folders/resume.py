@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerocli.checkpoint.adapters import load_adapters, set_magnitudes
 from zerocli.checkpoint.imports import load_weights
 from zerocli.checkpoint.loader import Resumed, of_its_step, resume
 from zerocli.checkpoint.manifest import Damaged, Unreadable
@@ -16,6 +17,7 @@ from zerocli.console import quoted
 from zerocli.data.batches import Batches
 from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
+from zerocli.models.lora import names_there, trained_whole
 
 NO_NUMBERS = {
     ("train", "accumulate"),
@@ -34,6 +36,8 @@ NO_NUMBERS = {
 def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, tell: Callable[[str], None]) -> int:
     """Fill the engine with what the run starts from; return its first step. Collective."""
     found = Resumed()
+    based = engine.settings.loaded_base is not None and bool(config.train.init_from)
+    names = load_weights(engine, config.train.init_from, config.model) if based else ""
     if options.resume:
         try:
             found = resume(engine, Path(options.run_dir) / "checkpoints", tell, of_its_step)
@@ -64,9 +68,21 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
         else:
             tell(f"nothing to resume: no checkpoint in {options.run_dir}; starting at step 1")
     if config.train.init_from and not found.step:
-        names = load_weights(engine, config.train.init_from, config.model)
+        names = names or load_weights(engine, config.train.init_from, config.model)
         tell(f"weights from {config.train.init_from}, {names}")
+    if config.lora.rank and not found.step:
+        start_adapters(engine, config, tell)
     return found.step + 1
+
+
+def start_adapters(engine: Engine, config: Config, tell: Callable[[str], None]) -> None:
+    """Give adapters what they start from beside their random values: a folder's, and the base's own. Collective."""
+    if config.lora.dora:
+        set_magnitudes(engine)
+    if config.lora.start:
+        kept = trained_whole(engine.model, config.lora.save_modules, names_there(config.model))
+        load_adapters(engine, config.lora.start, config.model, kept)
+        tell(f"adapters from {config.lora.start}")
 
 
 def samples_of(found: Resumed) -> int:
@@ -90,7 +106,7 @@ def changes(config: Config, saved: Any) -> list[str]:
     lines = [f"note: a step was of {before} sequences and is of {after} now"] if before and before != after else []
     return lines + [
         f"note: {section}.{key} was {saved[section][key]!r} and is {value!r} now"
-        for section in ("train", "optimizer", "data", "model")
+        for section in ("train", "optimizer", "data", "model", "lora")
         for key, value in now[section].items()
         if isinstance(saved.get(section), dict)
         and saved[section].get(key, value) != value

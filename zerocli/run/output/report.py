@@ -16,12 +16,13 @@ from zerocli.config import Config
 from zerocli.config.options import RunOptions
 from zerocli.console import bar, quoted, say
 from zerocli.engine.engine import Engine
-from zerocli.engine.optimizer.rates import slower_than_fp32
 from zerocli.engine.precision import precision
 from zerocli.layout.categories import HELD, model_states
+from zerocli.layout.codecs import CODECS
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.plan.setup import setup_of
+from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
 from zerocli.profile.lines import History, Line
 
@@ -45,6 +46,7 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
             f"{config.name}: {format_count(engine.numel)} parameters in {len(engine.units)} units, stage "
             f"{config.zero.stage}, {count_of(world * tp, 'rank')}{axes} on {engine.device.type}",
             *_origin(config, engine),
+            *_trained(config, engine),
             precision_line(config.train.precision, engine.device),
             f"compile {'true' if engine.hooks.blocks.on else 'false'} ({engine.hooks.blocks.reason})",
             *([f"activations: {recomputed}"] if recomputed else []),
@@ -74,6 +76,30 @@ def _origin(config: Config, engine: Engine) -> list[str]:
     code = f"zerocli's {config.model.family}" if ours else f"transformers' {type(engine.model).__name__}"
     start = f"weights from {config.train.init_from}" if config.train.init_from else "random weights (a config alone)"
     return [f"model from {config.model.folder}: code of {code}, {start}"]
+
+
+def trained_numel(engine: Engine) -> int:
+    """Return how many of the parameters are trained, on all ranks."""
+    return sum(flat.layout.numel for flat in engine.trainable()) * engine.tensor_parallel.world
+
+
+def _trained(config: Config, engine: Engine) -> list[str]:
+    """Return how many parameters are trained, if not all are: adapters, or what is not frozen."""
+    trained, lora = trained_numel(engine), config.lora
+    if trained == engine.numel or engine.tensor_parallel.world > 1:
+        return []
+    share = (
+        f"{format_count(trained)} of {format_count(engine.numel)} parameters are trained ({trained / engine.numel:.2%})"
+    )
+    if not lora.rank:
+        return [f"frozen: {', '.join(config.train.freeze)}; {share}"]
+    factor = (
+        f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
+    )
+    packed = sum(parameter.dim() > 2 for parameter in engine.model.parameters())
+    without = f"; {count_of(packed, 'packed tensor')} of experts without one" if packed else ""
+    stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
+    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
 
 
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
@@ -155,7 +181,8 @@ def summary(
     commands = next_commands(config, options, bool(saved))
     width = engine.precision.compute.itemsize
     grads = grad_width(width, config.train.accumulate, config.zero.reduce)
-    whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width))
+    trained = trained_numel(engine)
+    whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width), trained)
     return {
         "schema": 1,
         "run_dir": options.run_dir,
@@ -296,15 +323,16 @@ def check_line(check: dict[str, Any]) -> str:
     )
 
 
-def planned_memory(config: Config, numel: int, local: int) -> dict[str, dict[str, int]]:
+def planned_memory(config: Config, numel: int, local: int, trained: int) -> dict[str, dict[str, int]]:
     """Return the model states that each rank would hold, and those of stage 0, by arithmetic alone.
 
-    `local` of the `numel` parameters are a rank's own share under tensor parallelism.
+    `local` of the `numel` parameters are a rank's own share under tensor parallelism; `trained` are not frozen.
     """
     setup = setup_of(config, device="cuda" if torch.cuda.is_available() else "cpu")
     common = (setup.width, setup.grad_width, setup.state_width)
-    held = model_states(local, config.zero.stage, config.parallel.ranks // config.parallel.tp, *common)
-    whole = model_states(numel, 0, 1, *common)
+    world, mine = config.parallel.ranks // config.parallel.tp, None if trained == numel else trained
+    held = model_states(local, config.zero.stage, world, *common, mine)
+    whole = model_states(numel, 0, 1, *common, trained)
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
 
 

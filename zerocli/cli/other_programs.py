@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-ADAPTERS = "without it all parameters are trained; zerocli fit MODEL --lora 16 plans adapters, which train has not yet"
+ADAPTERS = "--lora 16, or --lora 16:q_proj,v_proj; its other settings are --set lora.alpha=32 and the like"
 QUANTIZED = "weights are trained as they are, not in 4 or 8 bits; --auto and --offload cpu need less memory"
 FLAGS = {
     "batch-size": "--batch",
@@ -62,13 +62,18 @@ FLAGS = {
     "lr-scheduler": "--set optimizer.schedule=",
     "val-set-size": "--set data.split=",
     "train-file": "--data",
-    "lora": ADAPTERS,
     "qlora": ADAPTERS,
     "peft": ADAPTERS,
     "adapter": ADAPTERS,
     "lora-r": ADAPTERS,
     "lora-rank": ADAPTERS,
-    "lora-alpha": ADAPTERS,
+    "lora-alpha": "--set lora.alpha=",
+    "lora-dropout": "--set lora.dropout=",
+    "lora-target": "--set lora.targets=",
+    "lora-target-modules": "--set lora.targets=",
+    "target-modules": "--set lora.targets=",
+    "use-dora": "--set lora.dora=",
+    "use-rslora": "--set lora.rslora=",
     "load-in-4bit": QUANTIZED,
     "load-in-8bit": QUANTIZED,
     "quantization": QUANTIZED,

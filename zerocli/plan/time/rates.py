@@ -12,7 +12,7 @@ from zerocli.engine.optimizer.update_place import measure_cpu
 from zerocli.engine.precision import PRECISIONS
 
 SECONDS = 1.0
-"""Each rate is measured for about so long: a GPU lowers its clock after a while, as it does in training."""
+"""Each rate is measured for about this long: a GPU lowers its clock after a while, as it does in training."""
 CPU = torch.device("cpu")
 SMALLEST = 128
 """Rows and columns of a product in half precision: a CPU without instructions for it takes 30 ms."""

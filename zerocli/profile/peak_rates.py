@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from zerocli.plan.blocks.shape import Shape
-
 _TFLOPS: tuple[tuple[str, float, float], ...] = (
     # (pattern of the driver's name, dense bf16, dense fp16), from the data sheets, in TFLOPS; 0: not supported
     (r"\bGH200\b", 989, 989),
@@ -37,17 +35,6 @@ def peak_tflops(gpu: str, precision: str) -> float | None:
         if re.search(pattern, gpu):
             return (bf16 if precision == "bf16" else fp16) or None
     return None
-
-
-def model_flops(shape: Shape, seq: int, tokens: int) -> float:
-    """Return the operations in forward and backward of `tokens` tokens; recomputation is not counted.
-
-    Lookup tables take none: the position embedding, and the token embedding if the head has its own matrix.
-    """
-    looked_up = {"positions"} if shape.tie else {"positions", "tokens"}
-    numel = shape.active_numel - sum(each.numel for each in shape.embed_parameters() if each.name in looked_up)
-    attention = 6 * shape.layers * shape.width_q * seq  # causal: half of 12
-    return float((6 * numel + attention) * tokens)
 
 
 def best_links(measured: Mapping[str, Any]) -> dict[str, float]:

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerocli.engine.guards.aliases import Invalidated
-from zerocli.engine.recompute.reach import IGNORED, object_dicts, owned_dicts, variables
+from zerocli.engine.recompute.mutable_state import IGNORED, object_dicts, owned_dicts, variables
 from zerocli.errors import Refused
 
 CAREFUL_CALLS = 2

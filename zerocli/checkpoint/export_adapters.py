@@ -1,0 +1,189 @@
+"""Export of a run that trained adapters: as peft's folder, or merged into the base's own files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerocli.checkpoint import safetensors, source_files
+from zerocli.checkpoint.adapters import PARAMETERS, StoredBase, adapter_mappings, refuse_other_base
+from zerocli.checkpoint.export import DTYPES, Exported, dtype_of, export_folder, refuse_full_disk, write_parameters
+from zerocli.checkpoint.manifest import Manifest
+from zerocli.checkpoint.reader import Reader
+from zerocli.checkpoint.safetensors import Entry, Weights
+from zerocli.config import Config, hub
+from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, scale
+from zerocli.engine.precision import PRECISIONS
+from zerocli.errors import UserError
+from zerocli.layout.codecs import CODECS
+from zerocli.models import hugging
+from zerocli.models.lora import is_adapter, module_there, name_there, names_there
+from zerocli.regular_files import write_text
+
+CONV1D = ("gpt2", "openai-gpt", "imagegpt")
+"""Families of transformers whose layers keep their matrices transposed."""
+PIECE_NUMEL = 4 << 20
+"""Elements of a tensor without adapters that are copied at a time."""
+
+
+def write_adapters(path: Path, manifest: Manifest, config: Config, out: Path, dtype: str) -> Exported:
+    """Write adapters, and what was trained whole beside them, as peft's folder."""
+    source = path.absolute().parent.parent / source_files.FOLDER
+    kept = source_files.names_of(source) if config.model.code == "transformers" else None
+    mapped, about = adapter_mappings(manifest, config, kept)
+    dtype, why = (dtype, "as asked") if dtype else ("fp32", "as they are trained")
+    with export_folder(out) as aside:
+        write_parameters(path, manifest, mapped, aside / ADAPTER_WEIGHTS, DTYPES[dtype])
+        write_text(aside / ADAPTER_CONFIG, json.dumps(about, indent=2) + "\n")
+    numel = sum(math.prod(manifest.tensors[PARAMETERS + mapping.ours].shape) for mapping in mapped)
+    nbytes = (out / ADAPTER_WEIGHTS).stat().st_size
+    note = f"adapters in peft's format for {config.train.init_from or 'a base of random weights'}"
+    done = Exported(manifest.step, [ADAPTER_WEIGHTS], numel, nbytes, note, False, f"{dtype} ({why})")
+    return dataclasses.replace(done, adapters=config.train.init_from)
+
+
+def write_merged(path: Path, manifest: Manifest, config: Config, out: Path, dtype: str, file_nbytes: int) -> Exported:
+    """Write the base with the adapters added to its matrices: in the base's own names, files and config."""
+    base = config.train.init_from
+    if not base:
+        raise UserError(
+            "--merge: the base of this run has random weights, which are in no folder",
+            hint="zerocli export without --merge writes the adapters",
+        )
+    refuse_other_base(config, manifest)
+    source = path.absolute().parent.parent / source_files.FOLDER
+    begun = source_files.config_of(source)
+    dtype, why = (dtype, "as asked") if dtype else dtype_of(begun)
+    weights = Weights(base)
+    entries = [
+        Entry(name, DTYPES[dtype] if entry.dtype.is_floating_point else entry.dtype, entry.shape)
+        for name, (_, entry) in weights.entries.items()
+    ]
+    with export_folder(out) as aside, Reader(path, manifest) as reader:
+        refuse_full_disk(aside, sum(entry.nbytes for entry in entries))
+        files = _write(Merged(reader, config, source, weights), entries, aside, file_nbytes)
+        about = dict(begun or {})
+        about["dtype" if "dtype" in about and "torch_dtype" not in about else "torch_dtype"] = str(
+            DTYPES[dtype]
+        ).removeprefix("torch.")
+        write_text(aside / hub.CONFIG, json.dumps(about, indent=2) + "\n")
+        source_files.copy(str(source), aside)
+    nbytes = sum((out / file).stat().st_size for file in files)
+    numel = sum(entry.numel for entry in entries)
+    tokenizer = (out / "tokenizer.json").is_file()
+    note = f"adapters merged into {base}"
+    return Exported(manifest.step, files, numel, nbytes, note, True, f"{dtype} ({why})", bool(begun), tokenizer)
+
+
+def _write(merged: Merged, entries: list[Entry], aside: Path, file_nbytes: int) -> list[str]:
+    groups: list[list[Entry]] = [[]]
+    for entry in entries:
+        if groups[-1] and sum(each.nbytes for each in groups[-1]) + entry.nbytes > file_nbytes:
+            groups.append([])
+        groups[-1].append(entry)
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    names = names if len(groups) > 1 else [safetensors.SINGLE]
+    for name, group in zip(names, groups, strict=True):
+        writer = safetensors.Writer(aside / name, group)
+        try:
+            for entry in group:
+                for first, values in merged.values(entry.name):
+                    writer.write(entry.name, first, values)
+            writer.finish()
+        finally:
+            writer.close()
+    weight_map = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
+    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
+    write_text(aside / safetensors.INDEX, json.dumps(index, indent=2) + "\n")
+    return names
+
+
+class Merged:
+    """The tensors of a base's files, with a checkpoint's adapters added and its other trained tensors in place."""
+
+    def __init__(self, reader: Reader, config: Config, source: Path, weights: Weights) -> None:
+        self._reader, self._lora, self._weights = reader, config.lora, weights
+        self._factor = scale(self._lora.rank, self._lora.alpha, self._lora.rslora)
+        names = [name.removeprefix(PARAMETERS) for name in reader.manifest.tensors if name.startswith(PARAMETERS)]
+        theirs, files = names_there(config.model), file_names(config, source, weights)
+        self._changed: dict[str, str] = {}
+        """Name of a tensor in the files -> what its adapter's parameters begin with in the checkpoint."""
+        self._replaced: dict[str, str] = {}
+        for name in names:
+            layer, _, rest = name.partition(".lora.")
+            if is_adapter(name):
+                part = rest.partition(".")[0]
+                there = files(f"{module_there(layer, part, theirs)}.weight", name)
+                self._changed[there] = f"{PARAMETERS}{layer}.lora.{part}"
+            else:
+                self._replaced[files(name_there(name, theirs), name)] = PARAMETERS + name
+                for other in (reader.manifest.values.get("tied") or {}).get(name, ()):
+                    if name_there(other, theirs) in weights.entries:  # some folders hold a tied weight twice
+                        self._replaced[name_there(other, theirs)] = PARAMETERS + name
+        self._transposed = has_conv1d(config, source)
+        self._stored = None
+        if config.lora.base in CODECS:
+            precision = PRECISIONS[str(reader.manifest.values.get("precision"))]
+            self._stored = StoredBase(config, weights, precision.compute)
+
+    def values(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, values) of a tensor of the merged model."""
+        entry = self._weights.entries[name][1]
+        if name in self._replaced:
+            yield 0, self._reader.tensor(self._replaced[name]).reshape(-1)
+        elif name in self._changed:
+            yield 0, self._merged(self._whole(name).float(), self._changed[name]).reshape(-1)
+        elif self._stored is not None and self._stored.holds(name):
+            yield 0, self._stored.read(name).reshape(-1)
+        else:
+            for start in range(0, entry.numel, PIECE_NUMEL):
+                yield start, self._weights.read(name, start, min(start + PIECE_NUMEL, entry.numel))
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """Return a tensor of the base with the values that the adapters were trained beside."""
+        if self._stored is not None and self._stored.holds(name):
+            return self._stored.read(name)
+        entry = self._weights.entries[name][1]
+        return self._weights.read(name, 0, entry.numel).view(entry.shape)
+
+    def _merged(self, matrix: torch.Tensor, adapter: str) -> torch.Tensor:
+        """Return a matrix of the files with an adapter added, in fp32."""
+        matrix = matrix.t() if self._transposed else matrix
+        a, b = (self._reader.tensor(f"{adapter}.{each}").float() for each in "ab")
+        made = matrix + self._factor * (b @ a)
+        if self._lora.dora:
+            length = self._reader.tensor(f"{adapter}.magnitude").float()
+            made = made * (length / made.norm(dim=1))[:, None]
+        return made.t().contiguous() if self._transposed else made
+
+
+def file_names(config: Config, source: Path, weights: Weights) -> Any:
+    """Return a function from a module's parameter, and the checkpoint's name of it, to the tensor in the base's files.
+
+    UserError where the files hold it in another form.
+    """
+    kept = source_files.names_of(source) if config.model.code == "transformers" else None
+    stored = {mapping.ours: mapping.theirs for mapping in kept or ()}
+
+    def find(there: str, ours: str) -> str:
+        for name in (*stored.get(there, ()), there, there.removeprefix("transformer."), ours):
+            if name in weights.entries and len(stored.get(there, (there,))) == 1:
+                return name
+        raise UserError(
+            f"--merge: {there} is not one tensor in {weights.path}", hint="zerocli export without --merge, for peft"
+        )
+
+    return find
+
+
+def has_conv1d(config: Config, source: Path) -> bool:
+    """Return whether the files keep matrices transposed, as transformers' GPT-2 does."""
+    if not config.model.external:
+        return config.model.family == "gpt2" and not hugging.known(config.model)
+    return (source_files.config_of(source) or {}).get("model_type") in CONV1D

@@ -1,0 +1,132 @@
+"""This rank's part of a flat's values and states, on whichever tier it is, and the whole flat from all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zerocli.engine.comm import Collectives
+from zerocli.engine.units.master import REMAINDER, join, narrow, split
+from zerocli.engine.units.unit import MASTER, Flat
+
+
+def read_held(flat: Flat, name: str, device: torch.device) -> torch.Tensor:
+    """Return this rank's part of an optimizer array (or the fp32 master) on the device."""
+    if name == MASTER and flat.split:
+        return join(_held_parameters(flat, device), read_held(flat, REMAINDER, device))
+    if name == REMAINDER and flat.remainder is not None:
+        return flat.remainder
+    if flat.record is not None and name in flat.record.arrays:
+        return flat.record.read(name, device)
+    if name == MASTER:
+        if flat.master is not None:
+            return flat.master
+        assert flat.dtype == torch.float32
+        return _held_parameters(flat, device)
+    return flat.states[name]
+
+
+def _held_parameters(flat: Flat, device: torch.device) -> torch.Tensor:
+    """Return what this rank holds of the parameters in the compute dtype, on the device."""
+    if flat.held_parameters is not None:
+        return flat.held_parameters
+    assert flat.param_store is not None
+    target = torch.empty(flat.own.numel, dtype=flat.dtype, device=device)
+    flat.param_store.fetch(0, target).synchronize()
+    return target
+
+
+def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
+    """Overwrite this rank's part of an optimizer array, or the fp32 master and with it the parameters."""
+    if name == MASTER and flat.split:
+        parameters, remainder = split(values)
+        if flat.held_parameters is not None:
+            flat.held_parameters.copy_(parameters)
+        elif flat.param_store is not None:
+            flat.param_store.put(0, parameters).synchronize()
+        write_held(flat, REMAINDER, remainder)
+    elif name == REMAINDER and flat.remainder is not None:
+        flat.remainder.copy_(values)
+    elif flat.record is not None and name in flat.record.arrays:
+        flat.record.write(name, values)
+    elif name != MASTER:
+        flat.states[name].copy_(values)
+    elif flat.master is not None:
+        flat.master.copy_(values)
+
+
+def whole_of(collectives: Collectives, total: int, held: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of `total` elements, on the CPU, from every rank's held part. Collective."""
+    if held.numel() == total:
+        return held.detach().to("cpu", copy=True)
+    whole = torch.empty(total, dtype=held.dtype, device=collectives.device)
+    collectives.all_gather(whole, held).wait()
+    return whole.cpu()
+
+
+def join_parts(collectives: Collectives, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+    """Return the whole flat, on the CPU, from every rank's held part. Collective."""
+    return whole_of(collectives, flat.layout.total, held)
+
+
+def whole_parameters(collectives: Collectives, flat: Flat) -> torch.Tensor:
+    """Return a flat's whole parameters, from the fp32 master if there is one. Collective."""
+    if flat.trainable:
+        return join_parts(collectives, flat, read_held(flat, MASTER, collectives.device))
+    if flat.resident is not None:
+        return flat.resident.cpu()
+    return join_parts(collectives, flat, flat.read_own(collectives.device))
+
+
+def load_whole(flat: Flat, whole: torch.Tensor) -> None:
+    """Overwrite this rank's part of the flat's parameters from whole values."""
+    if flat.trainable:
+        write_held(flat, MASTER, whole[flat.held.start : flat.held.stop])
+    mine = whole[flat.own.start : flat.own.stop]
+    if flat.resident is not None:
+        flat.resident.copy_(narrow(whole, flat.dtype))
+    else:
+        flat.write_own(narrow(mine, flat.dtype))
+
+
+@torch.no_grad()
+def adopt(flat: Flat, values: torch.Tensor, device: torch.device) -> None:
+    """Set the flat's parameters from whole values in the compute dtype; masters of unchanged elements stay exact.
+
+    If `values` are the resident parameters, edited in place, the former high bits of a split master are gone: the
+    edited parameters then become their own master, all of their elements.
+    """
+    held = values[flat.held.start : flat.held.stop]
+    if flat.trainable and flat.split:
+        remainder = read_held(flat, REMAINDER, device)
+        write_held(flat, REMAINDER, torch.where(_edited(flat, held, device), 0, remainder))
+    elif flat.trainable and flat.dtype != torch.float32:
+        master = read_held(flat, MASTER, device)
+        write_held(flat, MASTER, torch.where(held != narrow(master, flat.dtype), held.float(), master))
+    mine = values[flat.own.start : flat.own.stop]
+    if flat.resident is not None:
+        if flat.resident is not values:
+            flat.resident.copy_(values)
+    else:
+        flat.write_own(mine)
+
+
+def adopt_edits(flats: Iterable[Flat], device: torch.device) -> None:
+    """See `Engine.adopt_edits`."""
+    for flat in flats:
+        if flat.resident is not None:
+            flat.restore_moved()
+            if flat.trainable and flat.dtype != torch.float32 and flat.edited():
+                adopt(flat, flat.resident, device)
+                flat.note_values()
+
+
+def _edited(flat: Flat, held: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return, for what this rank holds, where new parameters replace others."""
+    if flat.resident is None:
+        return held != _held_parameters(flat, device)
+    edited, names = torch.zeros(flat.layout.total, dtype=torch.bool, device=device), set(flat.edited())
+    for entry in flat.layout.entries:
+        edited[entry.offset : entry.offset + entry.numel] = entry.name in names
+    return edited[flat.held.start : flat.held.stop]
