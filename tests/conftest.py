@@ -51,7 +51,8 @@ def pytest_xdist_make_scheduler(config, log):
         @functools.cache  # noqa: B019, one object
         def _shares(self, path):
             text = (config.rootpath / path).read_text()
-            return path.startswith("tests/plan/") or '\n@pytest.fixture(scope="module"' in text
+            shared = ('\n@pytest.fixture(scope="module"', "\n@functools.cache")
+            return path.startswith("tests/plan/") or any(each in text for each in shared)
 
         def _split_scope(self, nodeid):
             path = nodeid.partition("::")[0]

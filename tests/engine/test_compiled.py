@@ -328,7 +328,8 @@ def test_without_a_compiler_blocks_run_eagerly(monkeypatch):
 # -- models and users' own compilation ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("sharded", [False, True])
 def test_a_users_own_compilation_leaves_the_loss_out(monkeypatch, sharded):
     forward, compiling = loss._LinearCrossEntropy.forward, []
 

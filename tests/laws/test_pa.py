@@ -11,12 +11,12 @@ from small_gpt import BATCH, CHECKPOINT, HIDDEN, SEQ, make, train
 LAYERS, TP = 4, 2
 WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": True},
-    "cpu": {"offload": "activations=cpu"},
     "mixed": {"offload": f"activations=hbm:{CHECKPOINT // TP}B+cpu:{CHECKPOINT // TP}B+nvme"},
 }
 MORE: dict[str, dict[str, Any]] = {
     "whole": {"recompute": True, "partition_activations": False},
     "whole cpu": {"offload": "activations=cpu", "partition_activations": False},
+    "cpu": {"offload": "activations=cpu"},
     "nvme": {"offload": "activations=nvme"},
 }
 

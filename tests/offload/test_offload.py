@@ -47,7 +47,7 @@ def losses(world: int, *cases: dict) -> list[list[float]]:
 CASES = [
     pytest.param(1, 3, "stream", marks=pytest.mark.long),
     pytest.param(2, 3, "stream", marks=pytest.mark.long),
-    (2, 2, "stream"),
+    pytest.param(2, 2, "stream", marks=pytest.mark.long),
     (2, 3, "cpu"),
     pytest.param(2, 1, "cpu", marks=pytest.mark.long),
 ]

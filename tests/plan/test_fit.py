@@ -378,10 +378,6 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
             marks=pytest.mark.long,
         ),
         pytest.param(["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"], marks=pytest.mark.long),
-        pytest.param(
-            ["llama3-8b", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
-            marks=pytest.mark.long,
-        ),
         ["tiny", "--set", "model.layers=1", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
         ["tiny", "--hardware", "t4,h100", "--tokens", f"{10**20}T", "--price", "9e11"],
         pytest.param(

@@ -177,6 +177,7 @@ def test_a_choice_for_ranks_without_a_gpu_has_no_command(tmp_path):
     assert chosen.document["flags"] and chosen.document["replay"] is None
 
 
+@pytest.mark.long
 def test_one_machine_without_a_compiler_decides_for_all(tmp_path, monkeypatch):
     config = configs.load("gpt2-124m", ["parallel.ranks=2", "train.steps=1000000", "activations.policy=recompute"])
     setup = setup_of(config, ranks=2, ranks_per_node=2, precision="bf16", device="cuda")

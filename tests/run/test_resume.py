@@ -198,13 +198,16 @@ def _be_rank_0(folder: str, words: list[str]) -> None:
     os._exit(code)
 
 
-def test_the_command_saves_on_sigterm_and_resumes_with_the_runs_own_config(tmp_path):
-    sets = "train.batch=2 train.seq=8 model.layers=2 model.hidden=16 model.heads=2 checkpoint.every=100000".split()
-    command = [sys.executable, "-m", "zerocli", "train", "--run-dir", "run"]  # one rank: it starts sooner
-    given = [word for each in sets for word in ("--set", each)]
+SETS = "train.batch=2 train.seq=8 model.layers=2 model.hidden=16 model.heads=2 checkpoint.every=100000".split()
+GIVEN = [word for each in SETS for word in ("--set", each)]
+RUN = ["train", "--run-dir", "run"]
+
+
+@pytest.mark.long
+def test_the_command_saves_on_sigterm(tmp_path):
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
-        [*command, *given, "--steps", "100000", "--ranks", "1"],
+        [sys.executable, "-m", "zerocli", *RUN, *GIVEN, "--steps", "100000", "--ranks", "1"],  # one starts sooner
         cwd=tmp_path,
         env=environ,
         stderr=subprocess.PIPE,
@@ -219,10 +222,15 @@ def test_the_command_saves_on_sigterm_and_resumes_with_the_runs_own_config(tmp_p
     assert process.returncode == 75, said
     [step] = steps_of(tmp_path / "run")
     assert f"stopped after step {step}" in said and "SIGTERM: saving" in said
-    code, said = as_rank_0(tmp_path, [*command[3:], "--resume", "--steps", str(step + 2)])
+
+
+def test_a_run_resumes_with_its_own_config(tmp_path):
+    step, metrics = 2, tmp_path / "run/metrics.jsonl"
+    assert as_rank_0(tmp_path, [*RUN, *GIVEN, "--steps", str(step)])[0] == 0
+    code, said = as_rank_0(tmp_path, [*RUN, "--resume", "--steps", str(step + 2)])
     assert code == 0 and f"resuming after step {step}" in said, said
     (tmp_path / "run/config.json").unlink()  # the checkpoint has it too
-    code, said = as_rank_0(tmp_path, [*command[3:], "--resume", "--steps", str(step + 3)])
+    code, said = as_rank_0(tmp_path, [*RUN, "--resume", "--steps", str(step + 3)])
     assert code == 0 and "config.json is missing: restored" in said and f"resuming after step {step + 2}" in said
     rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert rows == list(range(1, step + 4))
