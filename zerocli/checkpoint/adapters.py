@@ -60,7 +60,8 @@ def base_of(config: Config, model: nn.Module) -> Base | None:
     if not config.lora.rank:
         return None
     own = adapter_names(model) | trained_whole(model, config.lora.save_modules, names_there(config.model))
-    path, about = config.train.init_from, f"{config.train.seed} {dataclasses.replace(config.model, folder='')}"
+    path = config.train.init_from
+    about = f"{config.train.seed} {dataclasses.replace(config.model, folder='', compile=False)}"
     if path:
         _refuse_missing(path, "--set train.init_from=FOLDER, where it is now")
     known = fingerprint(path) if path else f"random weights {hashlib.sha256(about.encode()).hexdigest()}"
