@@ -171,11 +171,11 @@ def test_no_color_is_obeyed(monkeypatch):
 
 
 def test_measured_rates_are_shown_with_units():
-    from zerocli.cli.env import _rates
+    from zerocli.plan.time.bench import in_words
 
     result = {"device": "cpu", "nbytes": 1 << 30, "paths": ["x"], "raw_read": 2.0, "read": 1.9, "read_ratio": 0.95}
-    assert _rates(result) == "read 1.9 GB/s"
-    assert _rates({"products": 400.0, "adam": 3.0}) == "products 400 TFLOPS, adam 3 billion parameters/s"
+    assert in_words(result) == "read 1.9 GB/s"
+    assert in_words({"products": 400.0, "adam": 3.0}) == "products 400 TFLOPS, adam 3 billion parameters/s"
 
 
 def line(step: int, skipped: bool) -> Line:
