@@ -545,7 +545,7 @@ def test_the_flags_of_fit_are_these():
     options = [name for param in fit.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --auto --ranks --ranks-per-node --tp --gpu-memory --host-memory --nvme-space --batch --seq "
-        "--precision --max --lora --explain --trace --json --hardware --set --tokens --price".split()
+        "--precision --max --lora --base --explain --trace --json --hardware --set --tokens --price".split()
     )
 
 

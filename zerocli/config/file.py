@@ -154,6 +154,8 @@ def read_folder(folder: str) -> Document:
     if _is_of_run(values):
         fact = "is the folder of a run, not of a model"
         raise ConfigError([Problem(folder, fact, path)], hint=f"zerocli train --resume --run-dir {folder}")
+    if hub.has_weights(folder):
+        hub.refuse_quantized(folder, values)
     document = _either_code(stem, values, places, path)
     if not hub.has_weights(folder):
         fact = "has a config.json and no weights (.safetensors)"
