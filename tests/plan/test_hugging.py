@@ -16,6 +16,7 @@ from hf_configs import CONFIGS
 from hf_drawn import draw
 
 from zerocli.cli import main as cli
+from zerocli.config import Config
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.errors import ConfigError, UserError
@@ -308,7 +309,8 @@ def test_a_traced_model_takes_what_the_engine_takes(name):
 
 
 def test_a_trace_is_kept_for_its_own_batch_sequence_precision_and_device():
-    traces, asked = Traces("bert", hugging.ConfigFile(CONFIGS["bert"], {}, "config.json")), Setup(batch=2, seq=16)
+    file = hugging.ConfigFile(CONFIGS["bert"], {}, "config.json")
+    traces, asked = Traces("bert", file, Config()), Setup(batch=2, seq=16)
     others = [{"batch": 3}, {"seq": 32}, {"precision": "fp32"}, {"device": "cpu", "precision": "bf16"}]
     assert len({traces._path(dataclasses.replace(asked, **each)) for each in [{}, *others]}) == 5
     assert traces._path(dataclasses.replace(asked, stage=3, ranks=4)) == traces._path(asked)

@@ -97,10 +97,10 @@ def _made(described: Any, memory: memoryview, device: torch.device | str) -> Any
         return made.view(getattr(torch, dtype)).reshape(shape).to("cpu" if on_cpu else device)
     if kind == "sparse_coo":
         indices, values = (_made(each, memory, device) for each in rest[:2])
-        return torch.sparse_coo_tensor(indices, values, rest[2], is_coalesced=rest[3])
+        return torch.sparse_coo_tensor(indices, values, rest[2], is_coalesced=rest[3], check_invariants=True)
     if kind in _COMPRESSED:
         make: Any = _COMPRESSED[kind][2]
-        return make(*(_made(each, memory, device) for each in rest[:3]), rest[3])
+        return make(*(_made(each, memory, device) for each in rest[:3]), rest[3], check_invariants=True)
     if kind == "complex":
         return complex(*rest[0])
     if kind in ("bytes", "bytearray"):
