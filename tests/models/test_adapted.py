@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
-from small_gpt import BATCH, SEQ
+from small_gpt import BATCH, SEQ, train_step
 from torch import nn
 from toy_tiers import NVME
 
@@ -63,15 +63,7 @@ def trained(model: Any, way: dict[str, Any]) -> tuple[list[float], dict[str, tor
     before = digest(dict(model.state_dict()), frozen)
     engine = zerocli.shard(model, lr=1e-2, clip=0.5, units=model.unit_modules(), **way)
     engine.tiers.traffic.clear()
-    losses = []
-    for step in range(STEPS):
-        for micro in range(way.get("accumulate", 1)):
-            torch.manual_seed(100 * step + 10 * micro + engine.collectives.rank)
-            tokens = torch.randint(0, 64, (BATCH, SEQ + 1))
-            loss = engine(tokens[:, :-1], tokens[:, 1:])
-            engine.backward(loss)
-            losses.append(loss.item())
-        engine.step()
+    losses = [loss for step in range(STEPS) for loss in train_step(engine, step)]
     engine.synchronize()
     updated = sum(flat.own.numel * flat.dtype.itemsize for flat in engine.trainable())
     assert engine.tiers.traffic["parameters written"] <= STEPS * updated, engine.tiers.traffic

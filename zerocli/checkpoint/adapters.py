@@ -172,7 +172,6 @@ def peft_config(config: Config, adapted: set[str], others: set[str] | None) -> d
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
         "bias": "none",
-        "fan_in_fan_out": config.model.family == "gpt2" and not config.model.external,
         "init_lora_weights": True,
         "inference_mode": True,
     }
@@ -197,21 +196,18 @@ def adapter_mappings(
     """
     theirs = names_there(config.model)
     names = [name.removeprefix(PARAMETERS) for name in manifest.tensors if name.startswith(PARAMETERS)]
-    layers = {name.partition(".lora.")[0] for name in names if is_adapter(name)}
-    if not layers:
-        raise Damaged("it has no adapters, and its config says that it has")
     parts = {tuple(name.partition(".lora.")[::2]) for name in names if is_adapter(name)}
+    if not parts:
+        raise Damaged("it has no adapters, and its config says that it has")
     adapted = {module_there(layer, rest.partition(".")[0], theirs) for layer, rest in parts}
-    based = manifest.values.get("base") is not None
-    trained = [name for name in names if is_adapter(name) or based]
     every = {each for modules in theirs.values() for each in modules}
     every |= {mapping.ours.removesuffix(".weight") for mapping in kept or ()}
     tied: dict[str, list[str]] = manifest.values.get("tied") or {}
     mapped = [
-        Mapping(name, (PREFIX + name_there(each, theirs),)) for name in trained for each in (name, *tied.get(name, ()))
+        Mapping(name, (PREFIX + name_there(each, theirs),)) for name in names for each in (name, *tied.get(name, ()))
     ]
     about = peft_config(config, adapted, every - adapted if every else None)
-    others = [name_there(each, theirs).split(".")[-2] for name in trained for each in tied.get(name, ())]
+    others = [name_there(each, theirs).split(".")[-2] for name in names for each in tied.get(name, ())]
     if others:  # peft has a copy of each of the modules
         about["modules_to_save"] = list(dict.fromkeys([*about["modules_to_save"], *others]))
     return mapped, about

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,8 @@ NUM_THREADS = 12
 MEMORY_NBYTES = 2 << 30
 """Memory for transposing tensors; one tensor is always allowed."""
 BUFFERS = "buffers/0/"
+Row = tuple[Mapping | None, list[Entry]]
+"""One of our parameters and the tensors that it becomes; without a parameter, tensors that come from elsewhere."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -316,26 +318,38 @@ def _write(
     dtype: torch.dtype,
     file_nbytes: int,
 ) -> list[str]:
-    groups: list[list[tuple[Mapping | None, list[Entry]]]] = [[]]
-    total = 0
-    extra = [(None, [Entry(name, dtype, (numel,))]) for name, numel in zeros]
-    for mapping, entries in [*_entries(manifest, mapped, dtype), *extra]:
-        nbytes = sum(entry.nbytes for entry in entries)
-        if groups[-1] and sum(e.nbytes for _, es in groups[-1] for e in es) + nbytes > file_nbytes:
-            groups.append([])
-        groups[-1].append((mapping, entries))
-        total += nbytes
-    refuse_full_disk(aside, total)
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    names = names if len(groups) > 1 else [safetensors.SINGLE]
+    extra: list[Row] = [(None, [Entry(name, dtype, (numel,))]) for name, numel in zeros]
     with Reader(path, manifest) as reader:
         with ThreadPoolExecutor(
             _threads(manifest, mapped), initializer=torch.set_num_threads, initargs=(1,)
         ) as threads:
-            for name, group in zip(names, groups, strict=True):
-                _fill(reader, aside / name, group, threads)
+            rows: list[Row] = [*_entries(manifest, mapped, dtype), *extra]
+            return write_files(rows, aside, file_nbytes, lambda file, group: _fill(reader, file, group, threads))
+
+
+def write_files(
+    rows: Sequence[Row], aside: Path, file_nbytes: int, fill: Callable[[Path, list[Row]], None]
+) -> list[str]:
+    """Write tensors to files of at most as many bytes, unless one row is larger, and their index; return the names.
+
+    `fill` writes the rows of one file.
+    """
+    sizes = [sum(entry.nbytes for entry in entries) for _, entries in rows]
+    refuse_full_disk(aside, sum(sizes))
+    groups: list[list[Row]] = [[]]
+    used = 0
+    for row, nbytes in zip(rows, sizes, strict=True):
+        if groups[-1] and used + nbytes > file_nbytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(row)
+        used += nbytes
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    names = names if len(groups) > 1 else [safetensors.SINGLE]
+    for name, group in zip(names, groups, strict=True):
+        fill(aside / name, group)
     weight_map = {e.name: name for name, group in zip(names, groups, strict=True) for _, es in group for e in es}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
     write_text(aside / safetensors.INDEX, json.dumps(index, indent=2) + "\n")
     return names
 
@@ -353,7 +367,7 @@ def refuse_full_disk(aside: Path, nbytes: int) -> None:
 
 def write_parameters(path: Path, manifest: Manifest, mapped: list[Mapping], file: Path, dtype: torch.dtype) -> None:
     """Write some of a checkpoint's parameters to one file."""
-    group: list[tuple[Mapping | None, list[Entry]]] = [*_entries(manifest, mapped, dtype)]
+    group: list[Row] = [*_entries(manifest, mapped, dtype)]
     with Reader(path, manifest) as reader, ThreadPoolExecutor(_threads(manifest, mapped)) as threads:
         _fill(reader, file, group, threads)
 
@@ -376,9 +390,7 @@ def _starts(tensor: Tensor, mapping: Mapping) -> list[int] | None:
     return known if len(known) == len(starts) and not mapping.transposed else None
 
 
-def _fill(
-    reader: Reader, path: Path, group: list[tuple[Mapping | None, list[Entry]]], threads: ThreadPoolExecutor
-) -> None:
+def _fill(reader: Reader, path: Path, group: list[Row], threads: ThreadPoolExecutor) -> None:
     """Write one file."""
     writer = safetensors.Writer(path, [entry for _, entries in group for entry in entries])
     waiting: deque[Future[None]] = deque()

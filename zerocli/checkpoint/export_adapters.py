@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 
 from zerocli.checkpoint import safetensors, source_files
 from zerocli.checkpoint.adapters import PARAMETERS, StoredBase, adapter_mappings, refuse_other_base
-from zerocli.checkpoint.export import DTYPES, Exported, dtype_of, export_folder, refuse_full_disk, write_parameters
+from zerocli.checkpoint.export import DTYPES, Exported, Row, dtype_of, export_folder, write_files, write_parameters
 from zerocli.checkpoint.manifest import Manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.safetensors import Entry, Weights
@@ -37,6 +38,7 @@ def write_adapters(path: Path, manifest: Manifest, config: Config, out: Path, dt
     source = path.absolute().parent.parent / source_files.FOLDER
     kept = source_files.names_of(source) if config.model.code == "transformers" else None
     mapped, about = adapter_mappings(manifest, config, kept)
+    about["fan_in_fan_out"] = has_conv1d(config, source)
     dtype, why = (dtype, "as asked") if dtype else ("fp32", "as they are trained")
     with export_folder(out) as aside:
         write_parameters(path, manifest, mapped, aside / ADAPTER_WEIGHTS, DTYPES[dtype])
@@ -66,8 +68,8 @@ def write_merged(path: Path, manifest: Manifest, config: Config, out: Path, dtyp
         for name, (_, entry) in weights.entries.items()
     ]
     with export_folder(out) as aside, Reader(path, manifest) as reader:
-        refuse_full_disk(aside, sum(entry.nbytes for entry in entries))
-        files = _write(Merged(reader, config, source, weights), entries, aside, file_nbytes)
+        fill = functools.partial(_fill, Merged(reader, config, source, weights))
+        files = write_files([(None, [entry]) for entry in entries], aside, file_nbytes, fill)
         about = dict(begun or {})
         about["dtype" if "dtype" in about and "torch_dtype" not in about else "torch_dtype"] = str(
             DTYPES[dtype]
@@ -81,27 +83,17 @@ def write_merged(path: Path, manifest: Manifest, config: Config, out: Path, dtyp
     return Exported(manifest.step, files, numel, nbytes, note, True, f"{dtype} ({why})", bool(begun), tokenizer)
 
 
-def _write(merged: Merged, entries: list[Entry], aside: Path, file_nbytes: int) -> list[str]:
-    groups: list[list[Entry]] = [[]]
-    for entry in entries:
-        if groups[-1] and sum(each.nbytes for each in groups[-1]) + entry.nbytes > file_nbytes:
-            groups.append([])
-        groups[-1].append(entry)
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    names = names if len(groups) > 1 else [safetensors.SINGLE]
-    for name, group in zip(names, groups, strict=True):
-        writer = safetensors.Writer(aside / name, group)
-        try:
-            for entry in group:
-                for first, values in merged.values(entry.name):
-                    writer.write(entry.name, first, values)
-            writer.finish()
-        finally:
-            writer.close()
-    weight_map = {entry.name: name for name, group in zip(names, groups, strict=True) for entry in group}
-    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
-    write_text(aside / safetensors.INDEX, json.dumps(index, indent=2) + "\n")
-    return names
+def _fill(merged: Merged, file: Path, group: list[Row]) -> None:
+    """Write one file of merged tensors."""
+    entries = [entry for _, each in group for entry in each]
+    writer = safetensors.Writer(file, entries)
+    try:
+        for entry in entries:
+            for first, values in merged.values(entry.name):
+                writer.write(entry.name, first, values)
+        writer.finish()
+    finally:
+        writer.close()
 
 
 class Merged:
