@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "seq": 1024, "batch": 16, "recompute": True, "clip": 1.0, "steps": 15, "warmup": 3,
     },
 }  # fmt: skip
-FAMILIES = ("gpt2", "llama", "hf-llama")
+FAMILIES = ("gpt2", "llama", "hf-llama", "hf-gpt2")
 LOSSES = ("built-in", "plain")
 PEERS = {"zero0": "ddp", "zero1": "ds1", "zero2": "fsdp2-keep", "zero3": "fsdp2"}
 """Who does the same partitioning: the ratio in the table."""
@@ -249,19 +249,22 @@ def check_shape(job: Job) -> None:
     """Refuse a model that cannot be built here."""
     if job.hidden % job.heads:
         raise click.UsageError(f"hidden {job.hidden} does not divide into {job.heads} heads")
-    if job.kv_heads and job.family == "gpt2":
+    if job.kv_heads and job.family.endswith("gpt2"):
         raise click.UsageError("gpt2 has no --kv-heads; try --family llama")
     if job.kv_heads and job.heads % job.kv_heads:
         raise click.UsageError(f"{job.heads} heads do not divide into {job.kv_heads} heads of keys and values")
-    if job.family == "hf-llama" and importlib.util.find_spec("transformers") is None:
-        raise click.UsageError("hf-llama needs transformers: pip install 'zerocli[hf]'")
+    if job.lora and (job.family != "hf-llama" or importlib.util.find_spec("peft") is None):
+        raise click.UsageError("--lora needs --family hf-llama and peft: pip install 'zerocli[hf]' peft")
+    if job.family.startswith("hf-") and importlib.util.find_spec("transformers") is None:
+        raise click.UsageError(f"{job.family} needs transformers: pip install 'zerocli[hf]'")
 
 
 def describe(job: Job, parameters: int, rounds: int) -> str:
     """Return the line that says what was compared, and on what."""
     where = torch.cuda.get_device_name() if job.device == "cuda" else f"{platform.machine()}, one thread a rank"
     extras = "".join(f", {name}" for name in ("recompute", "compile") if getattr(job, name))
-    loss = "plain" if job.family == "hf-llama" else job.loss
+    extras += "".join(f", {name} {value}" for name in ("lora", "offload") if (value := getattr(job, name)))
+    loss = "plain" if job.family.startswith("hf-") else job.loss
     heads = f"{job.heads} heads" + (f" ({job.kv_heads} of keys and values)" if job.kv_heads else "")
     return (
         f"{job.family} {parameters / 1e6:,.1f}M ({job.layers} layers x {job.hidden}, {heads},"
@@ -275,7 +278,7 @@ def describe(job: Job, parameters: int, rounds: int) -> str:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to train.")
 @click.option("--ranks", type=click.IntRange(0), default=0, help="Processes; 0: two on a CPU, one a GPU.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", help="What parameters compute in.")
-@click.option("--family", type=click.Choice(FAMILIES), default="gpt2", help="Model; hf-llama: transformers' own.")
+@click.option("--family", type=click.Choice(FAMILIES), default="gpt2", help="Model; hf-: transformers' own.")
 @click.option("--layers", type=click.IntRange(1), default=6, help="Blocks.")
 @click.option("--hidden", type=click.IntRange(1), default=384, help="Width.")
 @click.option("--heads", type=click.IntRange(1), default=6, help="Attention heads.")
@@ -287,6 +290,9 @@ def describe(job: Job, parameters: int, rounds: int) -> str:
 @click.option("--batch", type=click.IntRange(1), default=2, help="Sequences a rank and step.")
 @click.option("--recompute/--no-recompute", default=False, help="Recompute each block in backward.")
 @click.option("--compile/--no-compile", default=False, help="torch.compile each block.")
+@click.option("--mlp", type=click.IntRange(0), default=0, help="Feed-forward width of hf-llama; 0: by its hidden.")
+@click.option("--lora", type=click.IntRange(0), default=0, help="Rank of peft's adapters on hf-llama; 0: none.")
+@click.option("--offload", default="", help="zerocli's placement, such as params=cpu.")
 @click.option("--clip", type=click.FloatRange(0), default=1.0, help="Largest gradient norm; 0: no clipping.")
 @click.option("--contestants", default="", help="Comma-separated; all by default: " + ",".join(CONTESTANTS))
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Turns of each contestant.")

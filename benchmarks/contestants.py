@@ -1,7 +1,7 @@
 """The contestants of `compare.py`: each makes the same model into a training step; run as a script it is one rank.
 
 Everyone has the same model code and loss, initial values, batches, fused AdamW (weight decay on matrices only) and
-clipping. The model is a built-in family, or Llama of the transformers library, whose loss is always `plain`.
+clipping. The model is a built-in family, or Llama or GPT-2 of the transformers library, whose loss is always `plain`.
 bf16 means bf16 parameters and gradients in computation and on the wire, and fp32 masters for the optimizer: zerocli's
 own; FSDP2's mixed-precision policy over fp32 parameters; DDP around a bf16 model, with masters kept by hand.
 """
@@ -60,6 +60,12 @@ class Job:
     clip: float
     steps: int
     warmup: int
+    mlp: int = 0
+    """Width of the feed-forward layers of transformers' Llama; 0: by the built-in rule."""
+    lora: int = 0
+    """Rank of peft's adapters on all linear layers of transformers' Llama, whose base is frozen in bf16; 0: none."""
+    offload: str = ""
+    """zerocli's alone."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,6 +107,7 @@ def make_zero(job: Job, model: nn.Module, device: torch.device, stage: int) -> S
         units=model.unit_modules(),  # type: ignore[operator]
         recompute=job.recompute,
         compile=job.compile,
+        offload=job.offload,
         device=device,
     )
 
@@ -156,13 +163,13 @@ def make_fsdp2(job: Job, model: nn.Module, device: torch.device, reshard: bool) 
 
     prepare_blocks(job, model)
     mesh = init_device_mesh(device.type, (job.ranks,))
-    low = job.dtype if job.dtype != torch.float32 else None
+    low = job.dtype if job.dtype != torch.float32 and not job.lora else None  # peft's model is in that dtype already
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # None is FSDP2's own choice for the root, which backward needs first: it stays whole.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_adamw(parameters)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -284,8 +291,8 @@ def make_model(job: Job, device: torch.device) -> nn.Module:
     from zerocli.models import build
 
     torch.manual_seed(SEED)
-    if job.family == "hf-llama":
-        return PlainLoss(TransformersLlama(job, device))
+    if job.family.startswith("hf-"):
+        return PlainLoss(Transformers(job, device))
     shape = {name: getattr(job, name) for name in ("family", "layers", "hidden", "heads", "kv_heads", "vocab", "tie")}
     model = build(ModelConfig(**shape), job.seq, device)
     return PlainLoss(model) if job.loss == "plain" else model
@@ -309,41 +316,54 @@ class PlainLoss(nn.Module):
         return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
 
 
-class TransformersLlama(nn.Module):
-    """The transformers library's Llama, in the shape that the built-in one has; its forward returns the logits."""
+class Transformers(nn.Module):
+    """Llama or GPT-2 of the transformers library, in the shape that the built-in one has; forward returns logits."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         super().__init__()
-        config = LlamaConfig(
-            num_hidden_layers=job.layers,
-            hidden_size=job.hidden,
-            intermediate_size=-(-8 * job.hidden // (3 * 256)) * 256,  # the rule of zerocli.models.llama
-            num_attention_heads=job.heads,
-            num_key_value_heads=job.kv_heads or job.heads,
-            vocab_size=job.vocab,
-            tie_word_embeddings=job.tie,
-            max_position_embeddings=job.seq,
-            rms_norm_eps=1e-5,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
         with device:
-            self.llama = LlamaForCausalLM(config)
+            self.causal = AutoModelForCausalLM.from_config(transformers_config(job), attn_implementation="sdpa")
+        if job.lora:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            self.causal.to(job.dtype)
+            given = LoraConfig(r=job.lora, lora_alpha=2 * job.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            inject_adapter_in_model(given, self.causal)
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self.llama.model.layers
+        body = self.causal.base_model
+        return body.h if hasattr(body, "h") else body.layers
 
     def unit_modules(self) -> list[nn.Module]:
         """Return the modules that are units, by the same rule as the built-in models."""
-        if self.llama.config.tie_word_embeddings:
+        if self.causal.config.tie_word_embeddings:
             return list(self.blocks)
-        return [self.llama.model.embed_tokens, *self.blocks, self.llama.lm_head]
+        return [self.causal.get_input_embeddings(), *self.blocks, self.causal.get_output_embeddings()]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.llama(input_ids=tokens).logits
+        return self.causal(input_ids=tokens).logits
+
+
+def transformers_config(job: Job) -> Any:
+    from transformers import GPT2Config, LlamaConfig
+
+    about = {"vocab_size": job.vocab, "tie_word_embeddings": job.tie, "use_cache": False}
+    if job.family == "hf-gpt2":
+        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return GPT2Config(n_layer=job.layers, n_embd=job.hidden, n_head=job.heads, n_positions=job.seq, **none, **about)
+    return LlamaConfig(
+        num_hidden_layers=job.layers,
+        hidden_size=job.hidden,
+        intermediate_size=job.mlp or -(-8 * job.hidden // (3 * 256)) * 256,  # the rule of zerocli.models.llama
+        num_attention_heads=job.heads,
+        num_key_value_heads=job.kv_heads or job.heads,
+        max_position_embeddings=job.seq,
+        rms_norm_eps=1e-5,
+        **about,
+    )
 
 
 def make_batches(job: Job, rank: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

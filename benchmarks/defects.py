@@ -65,7 +65,7 @@ def copy_tree(root: Path, folder: Path) -> None:
 
 def try_defect(defect: Defect, root: Path, arguments: list[str], seconds: float) -> str:
     """Return the first test that fails with the defect, "nothing" if none does, or why it was not tried."""
-    with tempfile.TemporaryDirectory(prefix="zerocli-defect-") as name:
+    with tempfile.TemporaryDirectory(prefix="zerocli-defect-", ignore_cleanup_errors=True) as name:
         copy_tree(root, Path(name))
         path = place_of(defect, Path(name))
         if path is None:

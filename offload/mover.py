@@ -111,6 +111,11 @@ class Mover:
             self.copy_of(store)
         self._copies.clear()
 
+    def reset(self) -> None:
+        """Forget the cache if it is empty; the next copy opens another."""
+        if not self._copies:
+            self._cache = None
+
     def forget(self, store: StagedStore) -> None:
         """Drop the store's copy, if there is one."""
         self._next_use.pop(store, None)

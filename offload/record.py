@@ -93,6 +93,13 @@ class Record:
                     array.copy_(values[name][start:stop])
             self.put(start, stop, memory).synchronize()
 
+    def copy_from(self, other: Record) -> None:
+        """Write every array in full from a record of the same arrays and chunks, a chunk at a time."""
+        for start, stop in self._chunks:
+            memory = torch.empty(self.units(start, stop), dtype=UNIT)
+            other.fetch(start, stop, memory).synchronize()
+            self.put(start, stop, memory).synchronize()
+
     def read(self, name: str, device: torch.device) -> torch.Tensor:
         """Return one full array, on the device."""
         whole = torch.empty(self._numel, dtype=self.arrays[name], device=device)

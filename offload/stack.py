@@ -123,6 +123,11 @@ class Stack:
         self._traffic["activations read"] += target.nbytes
         return saved.fetch(target)
 
+    def close(self) -> None:
+        """Free the arenas; no array may be in them."""
+        assert not any(slot.taken for slot in self._slots)
+        self._drop_arenas()
+
     def finish_writes(self) -> None:
         """Wait for all writes in flight, and drop their arrays from the device."""
         self._finish_writes(0)

@@ -50,6 +50,13 @@ class Store:
         transfer = self._track(self._read(start, target))
         return self._sums.fetched(transfer, start * self.dtype.itemsize, target, self.what)
 
+    def copy_from(self, other: Store, numel: int) -> None:
+        """Write all elements from a store of as many, `numel` at a time."""
+        for start in range(0, self.numel, max(1, numel)):
+            memory = torch.empty(min(numel, self.numel - start), dtype=self.dtype)
+            other.fetch(start, memory).synchronize()
+            self.put(start, memory).synchronize()
+
     def peek(self, start: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` as `fetch` does, from any thread; not counted as training traffic."""
         assert target.dtype == self.dtype

@@ -35,6 +35,8 @@ class TierSet:
         self._nvme_path = tuple(nvme_path)
         self._options = dict(options or {})
         self._open: dict[tuple[str, str], Tier] = {}
+        self._peaks: Counter[tuple[str, str]] = Counter()
+        """Peak bytes of the tiers that `close_unused` has closed."""
         self.traffic: Counter[str] = Counter()
         """Bytes moved by kind and direction, such as `optimizer read`."""
         self.verifier = Verifier() if verify else UNVERIFIED
@@ -43,8 +45,8 @@ class TierSet:
     def open(self, name: str, kind: str) -> Tier:
         """Return the tier for a kind of state, opening it the first time.
 
-        Parameters have their own tier object, and so their own queue: the next forward's parameters must not queue
-        behind all the states of the update. The same holds for activations.
+        Parameters have their own tier object, and so their own queue on a disk: the next forward's parameters must not
+        queue behind all the states of the update. The same holds for activations.
         """
         key = (name, kind if kind in ("parameters", ACTIVATIONS) else "states")
         if key not in self._open:
@@ -93,7 +95,8 @@ class TierSet:
 
     def used(self, name: str) -> int:
         """Return the peak bytes in use on a tier."""
-        return sum(tier.peak for (opened, _), tier in self._open.items() if opened == name)
+        peaks = self._peaks | Counter({key: tier.peak for key, tier in self._open.items()})
+        return sum(peak for (opened, _), peak in peaks.items() if opened == name)
 
     def footprint(self) -> dict[str, int]:
         """Return the bytes that each open tier has taken from the machine."""
@@ -108,6 +111,16 @@ class TierSet:
         return [
             f"{name}: {line}" for name, line in {key[0]: tier.describe() for key, tier in self._open.items()}.items()
         ]
+
+    def close_unused(self) -> None:
+        """Close the tiers that hold nothing, and return the free memory of the others to the machine."""
+        for key, tier in list(self._open.items()):
+            if tier.used:
+                tier.trim()
+                continue
+            self._peaks[key] = max(self._peaks[key], tier.peak)
+            tier.close()
+            del self._open[key]
 
     def close(self) -> None:
         for tier in self._open.values():

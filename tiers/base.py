@@ -223,6 +223,9 @@ class Tier(ABC):
             self._retired.append(block)
             self._reclaim()
 
+    def trim(self) -> None:  # noqa: B027 (optional)
+        """Return memory that holds nothing to the machine, as far as that is possible at once."""
+
     def close(self) -> None:
         """Refuse new work, end what is in flight and release everything; a second call does nothing."""
         with self._lock:

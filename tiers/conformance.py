@@ -33,7 +33,8 @@ DEVICES = ("cpu", pytest.param("cuda", marks=(pytest.mark.gpu, _NO_GPU)))
 def pattern(nbytes: int, seed: int = 0, device: str = "cpu") -> Tensor:
     """Return `nbytes` bytes that differ by seed and by position."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).to(device)
+    words = torch.empty(-(-nbytes // 8), dtype=torch.int64).random_(generator=generator)  # eight bytes at a time
+    return words.view(torch.uint8)[:nbytes].to(device)
 
 
 class TierConformance:
@@ -70,22 +71,22 @@ class TierConformance:
     # Bytes
 
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("nbytes", SIZES)
-    def test_bytes_come_back_whatever_the_length(self, tier: Tier, nbytes: int, device: str) -> None:
-        block = tier.allocate(nbytes)
-        assert (block.tier, block.nbytes) == (tier, nbytes)
-        source, target = pattern(nbytes, 1, device), pattern(nbytes, 2, device)
-        before = target.clone()
-        write = tier.write(block, source)
-        write.wait()
-        assert write.nbytes == nbytes
-        read = tier.read(block, target)
-        read.wait()
-        assert read.nbytes == nbytes
-        read.wait()
-        read.synchronize()
-        assert read.done and read.error is None
-        self.expect(tier, target, source, before)
+    def test_bytes_come_back_whatever_the_length(self, tier: Tier, device: str) -> None:
+        for nbytes in SIZES:
+            block = tier.allocate(nbytes)
+            assert (block.tier, block.nbytes) == (tier, nbytes)
+            source, target = pattern(nbytes, 1, device), pattern(nbytes, 2, device)
+            before = target.clone()
+            write = tier.write(block, source)
+            write.wait()
+            assert write.nbytes == nbytes
+            read = tier.read(block, target)
+            read.wait()
+            assert read.nbytes == nbytes
+            read.wait()
+            read.synchronize()
+            assert read.done and read.error is None
+            self.expect(tier, target, source, before)
 
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.bool, torch.int64))
     def test_any_dtype_is_bytes(self, tier: Tier, dtype: torch.dtype) -> None:
@@ -112,20 +113,21 @@ class TierConformance:
             assert torch.equal(target, other)
 
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("offset", (0, 1, 4095, 4096, 8192, 12_345))
     @pytest.mark.parametrize("nbytes", (1, 100, 4096, 70_000))
-    def test_parts_are_written_and_read_alone(self, tier: Tier, offset: int, nbytes: int, device: str) -> None:
+    def test_parts_are_written_and_read_alone(self, tier: Tier, nbytes: int, device: str) -> None:
         whole, part = pattern(100_000, 6, device), pattern(nbytes, 7, device)
-        block = tier.allocate(whole.numel())
-        tier.write(block, whole).wait()
-        tier.write(block, part, offset).wait()
-        expected = whole.clone()
-        expected[offset : offset + nbytes] = part
-        for start, end in ((0, whole.numel()), (offset, offset + nbytes), (max(offset - 3, 0), offset + nbytes + 5)):
-            target = torch.zeros(end - start, dtype=torch.uint8, device=device)
-            before = target.clone()
-            tier.read(block, target, start).synchronize()
-            self.expect(tier, target, expected[start:end], before)
+        for offset in (0, 1, 4095, 4096, 8192, 12_345):
+            block = tier.allocate(whole.numel())
+            tier.write(block, whole).wait()
+            tier.write(block, part, offset).wait()
+            expected = whole.clone()
+            expected[offset : offset + nbytes] = part
+            parts = ((0, whole.numel()), (offset, offset + nbytes), (max(offset - 3, 0), offset + nbytes + 5))
+            for start, end in parts:
+                target = torch.zeros(end - start, dtype=torch.uint8, device=device)
+                before = target.clone()
+                tier.read(block, target, start).synchronize()
+                self.expect(tier, target, expected[start:end], before)
 
     def test_what_lies_outside_a_block_is_refused(self, tier: Tier) -> None:
         block = tier.allocate(10)

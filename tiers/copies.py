@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,13 +37,17 @@ class Copier:
     """Copies flat uint8 tensors; each direction of each device has its own stream, so both can run at once.
 
     Each stream of the caller has its own pair: a copy waits for the caller's stream, and the next copy in the same
-    queue would wait with it. So a gather that waits for an update does not hold up what the next update reads.
+    queue would wait with it. So a gather that waits for an update does not hold up what the next update reads. The
+    copies that one stream requests keep their order, whichever tiers they are between: with a stream for each tier, a
+    GPU would copy the states of many chunks before the parameters of the first, for which the update waits.
     """
+
+    _lock = threading.Lock()
+    _streams: ClassVar[dict[tuple[torch.device, str, int], torch.cuda.Stream]] = {}
+    """By device, direction and the caller's stream; of all copiers."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
-        self._lock = threading.Lock()
-        self._streams: dict[tuple[torch.device, str, int], torch.cuda.Stream] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def copy(

@@ -96,6 +96,12 @@ class DramTier(Tier):
         with self._lock:
             return [arena.pages.bytes for arena in self._arenas]
 
+    def trim(self) -> None:
+        """Unmap arenas that hold nothing."""
+        with self._lock:
+            self._reclaim()
+            self._unmap_empty()
+
     def describe(self) -> str:
         """Return what was found: `94.2 GiB free (cgroup limit 120 GiB), memlock unlimited, pinned`."""
         state = "pinned" if self.pinned else "not pinned"

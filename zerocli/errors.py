@@ -32,6 +32,10 @@ class UserError(Exception):
         return "\n".join([*self.lines, f"try: {self.hint}"] if self.hint else self.lines)
 
 
+class Told(UserError):
+    """An error that another rank shows: this rank ends with its exit code, and shows nothing."""
+
+
 class WrongValue(ValueError):
     """A wrong argument; `hint` is what to try on the command line."""
 

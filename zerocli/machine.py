@@ -158,6 +158,16 @@ def missing_compiler(on_gpu: bool, environ: Mapping[str, str] = os.environ) -> s
     return "" if shutil.which(own, path=path) else "there is no C++ compiler (g++, or CXX)"
 
 
+def started(pid: int) -> int | None:
+    """Return when a process was started, in whole seconds since 1970, every time the same; None if that is unknown."""
+    try:
+        ticks = int((ROOT / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        booted = re.search(r"^btime (\d+)", (ROOT / "proc/stat").read_text(), re.MULTILINE)
+        return int(booted[1]) + ticks // os.sysconf("SC_CLK_TCK") if booted else None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def backends() -> list[str]:
     """Return the names of torch's distributed backends on this machine (imports torch)."""
     try:

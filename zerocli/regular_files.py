@@ -54,11 +54,11 @@ def kind_of(path: PathLike) -> str:
     return next((words for test, words in kinds if test(mode)), "a device")
 
 
-def open_regular(path: PathLike, flags: int, mode: int = 0o644) -> int:
+def open_regular(path: PathLike, flags: int) -> int:
     """Return a descriptor of a regular file; raise NotRegular for anything else, at once and without touching it."""
     try:
         # O_NONBLOCK: opening a pipe for reading would wait for its writer. It has no effect on a regular file.
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         # A link; a folder; a pipe that nobody reads, or a socket.
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO) and os.path.lexists(path):

@@ -124,7 +124,7 @@ def _go_on(result: Result, scene: damage.Scene, base: Fixture, step: int) -> Non
         return
     folder.sweep()
     metrics = MetricsFile(scene.run / "metrics.jsonl")
-    metrics.write(Line(step + 1, 1.0, 1.0, 1.0, 1, 1.0, 1.0, {}, 0, {}, {}, {}, False))
+    metrics.write(Line(step + 1, 1.0, 1.0, 1.0, 1, 1.0, 1.0, {}, 0, {}, {}, {}, {}, False))
     metrics.close()
     last = (scene.run / "metrics.jsonl").read_bytes().splitlines()[-1]
     if not last.startswith(b'{"step": %d,' % (step + 1)):

@@ -267,7 +267,42 @@ def _a_manifest_of_many_gigabytes(path: Path) -> None:
     os.truncate(path / "manifest.json", 1 << 40)
 
 
+def _first_rows(path: Path, *changes) -> None:
+    """Change the first pieces of a matrix."""
+
+    def change(manifest):
+        for piece, act in zip(manifest["tensors"]["parameters/frozen"]["pieces"], changes, strict=True):
+            act(piece)
+
+    rewrite(path, change)
+
+
+def _dimensions_that_are_moved(path: Path) -> None:
+    _first_rows(path, lambda piece: piece[1].insert(0, piece[0].pop()))
+
+
+def _a_negative_offset(path: Path) -> None:
+    _first_rows(path, lambda piece: piece[0].__setitem__(0, -1))
+
+
+def _an_offset_that_overflows(path: Path) -> None:
+    _first_rows(path, lambda piece: piece[0].__setitem__(0, (1 << 63) - 1))
+
+
+def _an_offset_beyond_64_bits(path: Path) -> None:
+    _first_rows(path, lambda piece: piece[0].__setitem__(0, 1 << 64))
+
+
+def _an_offset_that_is_true(path: Path) -> None:
+    _first_rows(path, lambda piece: piece[0].__setitem__(0, True))
+
+
 HOSTILE = {
+    _dimensions_that_are_moved: "has other dimensions",
+    _a_negative_offset: "not a natural number",
+    _an_offset_that_overflows: "is outside its shape",
+    _an_offset_beyond_64_bits: "malformed (OverflowError",
+    _an_offset_that_is_true: "not a natural number",
     _a_piece_twice: "do not cover it exactly",
     _a_piece_too_large: "more than any has",
     _another_step: "its manifest is of step 3",
@@ -453,7 +488,7 @@ def write_lines(path: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     said: list[str] = []
     metrics = MetricsFile(Path(path), said.append)
-    lines = [Line(step, 1.0, 1.0, 1.0, 1, 1.0, 1.0, {}, 0, {}, {}, {}, False) for step in range(9)]
+    lines = [Line(step, 1.0, 1.0, 1.0, 1, 1.0, 1.0, {}, 0, {}, {}, {}, {}, False) for step in range(9)]
     metrics.write(lines[0])
     room = os.path.getsize(path) * 5 // 2  # of two lines and a half
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))

@@ -296,5 +296,5 @@ def test_the_flags_of_check_are_these():
     options = [name for param in check.command.params if isinstance(param, click.Option) for name in param.opts]
     assert sorted(options) == sorted(
         "--stage --offload --nvme-path --ranks --tp --steps --batch --seq --precision --lora --base --data --seed "
-        "--set --all --json --loop --optimizer".split()
+        "--set --all --json --loop --optimizer --shard-ranks".split()
     )

@@ -93,7 +93,7 @@ def test_the_flags_of_train_are_these():
     assert sorted(options) == sorted(
         "--stage --offload --auto --nvme-path --ranks --tp --steps --batch --seq --precision --data --seed --run-dir "
         "--resume --check --dry-run --json --set --init-from --lr --accumulate --epochs --save-every --eval-every "
-        "--deepspeed --lora --base".split()
+        "--deepspeed --lora --base --shard-ranks".split()
     )
 
 

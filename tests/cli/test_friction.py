@@ -179,7 +179,7 @@ def test_measured_rates_are_shown_with_units():
 
 
 def line(step: int, skipped: bool) -> Line:
-    return Line(step, 1.0, 1.0, 1e-3, 8, 0.1, 80.0, {"hbm": 1}, 0, {}, {}, {}, skipped)
+    return Line(step, 1.0, 1.0, 1e-3, 8, 0.1, 80.0, {"hbm": 1}, 0, {}, {}, {}, {}, skipped)
 
 
 def test_steps_that_were_not_applied_are_said_and_counted(capsys):

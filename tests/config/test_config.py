@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_configs import configs
+from texts import CHARACTERS
 
 from zerocli.config import (
     FIELDS,
@@ -33,6 +34,7 @@ from zerocli.config.file import key_lines
 from zerocli.config.yaml import other_trainer
 from zerocli.errors import ConfigError
 
+ANY_TEXT = st.text(CHARACTERS)
 some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -80,6 +82,14 @@ def test_flags_come_over_sets_over_the_file(write):
     made = load(path, ["train.batch=2", "train.seq=2"], {"train.seq": 3, "zero.stage": None, "offload.nvme_path": ()})
     assert (made.train.steps, made.train.batch, made.train.seq) == (1, 2, 3)
     assert made.zero.stage == 2
+
+
+def test_a_command_line_replaces_what_the_file_says_in_another_way():
+    asked = load("lora-8b", flags={"train.steps": 6, "train.epochs": None}, sets=["train.accumulate=2"])
+    assert (asked.train.steps, asked.train.epochs) == (6, 0.0)
+    assert (asked.train.accumulate, asked.train.global_batch) == (2, 0)
+    both = load("lora-8b", flags={"train.steps": 6, "train.epochs": 2.0})
+    assert (both.train.steps, both.train.epochs) == (6, 2.0)
 
 
 def test_values_take_their_types(write):
@@ -182,6 +192,7 @@ tie = 1
         ("model.kv_heads=3", "kv_heads 3 does not divide heads 4"),
         ("model.factory=os.system", 'factory "os.system" is not of the form package.module:callable'),
         ("parallel.tp=3", "tp 3 does not divide heads 4; did you mean tp 2?"),
+        ("parallel.shard_ranks=-1", "shard_ranks -1 is below 0"),
         ("name=../x", 'name "../x" is not of the form my-model'),
     ],
 )
@@ -192,6 +203,14 @@ def test_each_wrong_value_is_named(write, text, problem):
 def test_a_law_between_keys_is_broken_by_the_one_given_last(write):
     path = write("[model]\nheads = 4\nhidden = 128\n")
     assert refused(path, ["model.hidden=130"]) == ["--set model.hidden=130: heads 4 does not divide hidden 130"]
+
+
+def test_groups_that_do_not_tile_the_ranks_are_named_with_those_that_do(write):
+    keys = ["parallel.ranks=6", "parallel.tp=2", "parallel.shard_ranks=2"]
+    fact = "shard_ranks 2 does not divide the 3 data-parallel ranks: 1 or 3 does"
+    assert refused(write(""), keys) == [f"--set parallel.shard_ranks=2: {fact}"]
+    assert load(write(""), keys[:2] + ["parallel.shard_ranks=3"]).parallel.shard_ranks == 3
+    assert len(refused(write(""), [f"parallel.ranks={2**62}", "parallel.shard_ranks=3"])) == 1  # at once
 
 
 def test_a_key_already_wrong_takes_part_in_no_conclusion(write):
@@ -366,7 +385,7 @@ def test_a_typo_is_always_refused(write, key, data):
 
 
 @some
-@given(st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from(sorted(FIELDS)), st.text())))
+@given(st.one_of(ANY_TEXT, st.builds("{}={}".format, st.sampled_from(sorted(FIELDS)), ANY_TEXT)))
 def test_any_set_is_a_config_or_a_config_error(write, text):
     try:
         load(write(""), [text])
@@ -384,7 +403,7 @@ def test_any_file_is_a_config_or_a_config_error(write, content, name):
 
 
 @some
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists), st.data())
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT, st.lists), st.data())
 def test_any_value_is_a_config_or_a_config_error(value, data):
     section, _, name = data.draw(st.sampled_from(sorted(FIELDS))).partition(".")
     try:

@@ -34,6 +34,7 @@ def test_a_whole_config_becomes_keys(tmp_path):
                 "offload_param": {"device": "cpu", "pin_memory": True},
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "buffer_count": 4},
                 "overlap_comm": True,
+                "mics_shard_size": 8,
             },
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
             "scheduler": {
@@ -50,6 +51,7 @@ def test_a_whole_config_becomes_keys(tmp_path):
     assert (config.train.batch, config.train.global_batch, config.train.clip) == (4, 64, 0.5)
     assert (config.train.precision, config.zero.reduce, config.zero.stage) == ("bf16", "fp32", 3)
     assert str(config.offload.placement) == "params=cpu,optimizer=nvme,activations=cpu"
+    assert config.parallel.shard_ranks == 8
     assert config.offload.nvme_path == ("/local",)
     optimizer = config.optimizer
     assert (optimizer.name, optimizer.lr, optimizer.betas, optimizer.eps) == ("adamw", 1e-4, (0.9, 0.95), 1e-8)

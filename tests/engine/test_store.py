@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import re
@@ -20,11 +21,12 @@ from ranks import run_ranks
 from runs import TINY
 from saved_engines import engine_of
 
-from zerocli.checkpoint import Saver, load, parts, pickles
+from zerocli.checkpoint import Saver, load, parts, pickles, reader
 from zerocli.checkpoint.manifest import Damaged, Unfinished
+from zerocli.engine.comm import separate_gloo_group
 from zerocli.errors import UserError
 from zerocli.ranks import store
-from zerocli.ranks.exchange import exchange_json, first_problem
+from zerocli.ranks.exchange import broadcast_json, exchange_json, first_problem
 from zerocli.ranks.worker import free_port, worker_environment
 
 SOURCES = [
@@ -140,7 +142,13 @@ def test_which_ranks_are_known_to_be_on_one_machine():
     assert store.on_one_machine({"MASTER_ADDR": "gpu01", "TORCHELASTIC_RUN_ID": "a", "GROUP_WORLD_SIZE": "1"})
     assert not store.on_one_machine({"MASTER_ADDR": "gpu01", "TORCHELASTIC_RUN_ID": "a", "GROUP_WORLD_SIZE": "2"})
     assert not store.on_one_machine({"MASTER_ADDR": "gpu01", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"})
-    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NODELIST": "gpu01", "SLURM_NNODES": "1"}
+    slurm = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODELIST": "gpu01",
+        "SLURM_NNODES": "1",
+    }
     assert worker_environment(slurm)["MASTER_ADDR"] == "127.0.0.1"
     assert worker_environment(slurm | {"SLURM_NNODES": "2"})["MASTER_ADDR"] == "gpu01"
     chosen = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth7"}
@@ -239,24 +247,79 @@ def test_what_torchs_checkpoints_exchange_cannot_run_code(tmp_path):
         assert not pickles.is_data("zerocli.checkpoint.writer", name)
 
 
-def test_saves_and_loads_read_other_ranks_with_care(tmp_path, monkeypatch):
+def test_saves_read_other_ranks_with_care(tmp_path, monkeypatch):
     _, engine = engine_of({"stage": 3})
-    seen = []
-    for planner in (parts.SavePlanner, parts.LoadPlanner):
-        plan = planner.create_local_plan
+    seen, plan = [], parts.SavePlanner.create_local_plan
 
-        def look(self, plan=plan):
-            seen.append(pickles._within.guarded and dist.distributed_c10d._unpickler is pickles.Reader)
-            return plan(self)
+    def look(self):
+        seen.append(pickles._within.guarded and dist.distributed_c10d._unpickler is pickles.Reader)
+        return plan(self)
 
-        monkeypatch.setattr(planner, "create_local_plan", look)
+    monkeypatch.setattr(parts.SavePlanner, "create_local_plan", look)
     for asynchronous in (False, True):
         saver = Saver(engine, tmp_path, asynchronous=asynchronous)
         saver.save(1)
         saver.close()
-    load(engine, saver.folder.of(1))
-    assert seen == [True] * 3 and not getattr(pickles._within, "guarded", False)
+    assert seen == [True] * 2 and not getattr(pickles._within, "guarded", False)
     engine.close()
+
+
+def load_by_oneself(folder: str) -> tuple[list[str], list[str]]:
+    """Save and load on two ranks; return the files that this rank opened for the load, and what it unpickled."""
+    _, engine = engine_of({"stage": 3})
+    saver = Saver(engine, folder, asynchronous=False)
+    saver.save(1)
+    saver.close()
+    opened: list[str] = []
+    unpickled: list[str] = []
+    open_file = reader.open_file
+
+    def look(path: Path, name: str) -> int:
+        opened.append(name)
+        return open_file(path, name)
+
+    class Noted(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            unpickled.append(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    reader.open_file, dist.distributed_c10d._unpickler = look, Noted
+    load(engine, saver.folder.of(1))
+    engine.close()
+    return sorted(set(opened)), unpickled
+
+
+def test_a_rank_that_loads_opens_what_it_needs_and_unpickles_nothing(tmp_path):
+    """The ranks that saved: each reads its own file, and in the first rank's what all have (the model's buffer)."""
+    for rank, (opened, unpickled) in enumerate(run_ranks(3, load_by_oneself, str(tmp_path))):
+        assert opened == sorted({"rank-00000.bin", f"rank-{rank:05d}.bin"}) and unpickled == []
+
+
+def connections() -> list[int]:
+    """How many sockets more this rank has after each: a group for messages, another group, a message to all."""
+
+    def open_sockets() -> list[str]:
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(f"/proc/self/fd/{name}"))
+        return [each for each in found if each.startswith("socket:")]
+
+    counts = [len(open_sockets())]
+    group = separate_gloo_group(dist.group.WORLD)
+    counts.append(len(open_sockets()))
+    everyone = list(range(dist.get_world_size()))
+    dist.new_group(everyone, backend="gloo")
+    counts.append(len(open_sockets()))
+    first_problem(None, (Damaged,), group)
+    counts.append(len(open_sockets()))
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def test_groups_for_messages_connect_the_ranks_that_send_to_each_other():
+    """A ring: two connections, and the socket that listens, whatever the ranks; torch's groups connect all of them."""
+    for own, torchs, used in run_ranks(6, connections):
+        assert own == 1 and torchs >= 6 and used <= 2
 
 
 def exchanged() -> tuple[list, str, str, object]:
@@ -264,6 +327,8 @@ def exchanged() -> tuple[list, str, str, object]:
     values = exchange_json({"rank": rank, "path": "\udcff/é" * rank, "nothing": None})
     problem = Unfinished("half written") if rank == 1 else None
     first = first_problem(problem, (Damaged, Unfinished), dist.group.WORLD)
+    told = broadcast_json({"from": rank, "text": "é" * 9 * rank}, dist.group.WORLD, 1)
+    assert told == {"from": 1, "text": "é" * 9}
     return values, type(first).__name__, str(first), first_problem(None, (Damaged,), dist.group.WORLD)
 
 

@@ -15,7 +15,7 @@ def groups(model: nn.Module) -> list[dict]:
     return [{"params": decays, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
 
 
-STEPS = 10
+STEPS = 5
 
 
 def _peer(kind: str) -> list[float]:

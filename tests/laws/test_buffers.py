@@ -52,12 +52,12 @@ SOME = CASES if LONG else CASES[1::5]
 
 
 def train(model: torch.nn.Module, settings: dict[str, Any]) -> tuple[Engine, int]:
-    """Return an engine that has taken three steps, and the bytes of what these have left alive."""
+    """Return an engine that has taken two steps, and the bytes of what these have left alive."""
     torch.backends.mkldnn.set_flags(_enabled=False)  # its refusal of bf16 on old cores costs more than the matmul
     live = LiveBytes()
     with live:
         engine = Engine(model, Settings(device="cpu", clip=1.0, units=model.unit_modules(), **settings))
-        for _ in range(3):
+        for _ in range(2):
             for _ in range(settings.get("accumulate", 1)):
                 tokens = torch.randint(MODEL.vocab, (2, 2, SEQ))
                 engine.backward(engine(tokens[0], tokens[1]))

@@ -23,7 +23,7 @@ def _delayed(stage: int, recompute: bool, seed: int | None):
         if seed is not None and dice.random() < 0.3:
             time.sleep(dice.random() * 0.004)
 
-    losses = train_uneven(steps=8, stage=stage, events=Probe(probe), recompute=recompute)
+    losses = train_uneven(steps=5, stage=stage, events=Probe(probe), recompute=recompute)
     return losses, sorted(met)
 
 

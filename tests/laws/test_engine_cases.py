@@ -144,7 +144,7 @@ def tokens(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 11, (4, 8), generator=torch.Generator().manual_seed(step % 2 * 8 + rank))
 
 
-def train(model: nn.Module, steps: int = 7, **settings) -> tuple[list[float], dict]:
+def train(model: nn.Module, steps: int = 5, **settings) -> tuple[list[float], dict]:
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -221,7 +221,7 @@ def _two_forwards(stage: int):
     model = Stack()
     engine = zerocli.shard(model, lr=1e-2, stage=stage)
     seen = []
-    for step in range(4):
+    for step in range(3):
         first, second = model(tokens(step, dist.get_rank())), model(tokens(step + 50, dist.get_rank()))
         model.eval()
         with torch.no_grad():
@@ -246,7 +246,7 @@ def _forwards_then_backwards(stage: int):
     model = Stack()
     engine = zerocli.shard(model, lr=1e-2, stage=stage, accumulate=2, reduce="fp32")
     seen = []
-    for step in range(4):
+    for step in range(3):
         first, second = model(tokens(step, dist.get_rank())), model(tokens(step + 5, dist.get_rank()))
         engine.backward(second)
         engine.backward(first)
@@ -306,8 +306,8 @@ def _interrupted(stage: int, in_backward: bool, fail: bool):
     model = FailsInBackward() if in_backward else Failing()
     engine = zerocli.shard(model, lr=1e-2, stage=stage)
     losses = []
-    for step in range(6):
-        if fail and step in (0, 3):
+    for step in range(4):
+        if fail and step in (0, 2):
             model.fails, FailingBackward.armed = True, True
             with pytest.raises(ArithmeticError):
                 engine.backward(model(tokens(step, dist.get_rank())))

@@ -222,7 +222,7 @@ def test_a_refusal_counts_only_where_it_may_be_on_every_rank_and_with_the_state_
 
 def test_a_printed_program_is_the_program():
     @seed(2)
-    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=NO_CHECKS)
+    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=NO_CHECKS)
     @given(program=programs(FEATURES))
     def same(program: Program) -> None:
         assert parse(repr(program)) == program

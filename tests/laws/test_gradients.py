@@ -19,7 +19,7 @@ MORE = [{"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3, "accumulat
 
 
 def _train(settings: dict) -> list[list[float]]:
-    return [train_uneven(steps=4, keep_gradients=keep, **settings) for keep in (True, False)]
+    return [train_uneven(steps=3, keep_gradients=keep, **settings) for keep in (True, False)]
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "more"])

@@ -32,15 +32,15 @@ def modules() -> dict[str, Path]:
 
 
 @functools.cache
-def import_statements(path: Path, at_import_only: bool) -> list[ast.AST]:
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if at_import_only else ast.walk(tree)
-    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imports(path: Path, at_import_only: bool = False) -> Iterator[str]:
     """Yield the modules that a file imports, anywhere, or only those that it imports when it is imported itself."""
-    for node in import_statements(path, at_import_only):
+    for node in import_statements(path):
+        if at_import_only and node.col_offset:  # not a statement of the module itself
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

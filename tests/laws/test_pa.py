@@ -23,7 +23,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 def _run(settings: dict) -> dict[str, Any]:
     engine = make(LAYERS, tp=TP, **settings)
-    losses = train(engine, 2)
+    losses = train(engine, 1)
     engine.tensor_parallel.take_nbytes()
     engine.tiers.traffic.clear()
     losses += train(engine, 1)

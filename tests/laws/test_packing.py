@@ -129,7 +129,7 @@ def _cases(name: str, cases: list[dict[str, Any]]) -> list[dict[str, list[float]
     for settings in cases:
         split = settings.get("tp", 1) > 1
         rows = range(2) if split else range(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-        found.append(train(name, rows, 3, settings))
+        found.append(train(name, rows, 2, settings))
     return found
 
 
@@ -144,7 +144,7 @@ def test_packed_losses_are_the_same_however_the_model_is_sharded(name):
         for case, result in zip(CASES, found, strict=False):
             assert result["losses"][0] == pytest.approx(expected, rel=1e-5), case
             assert result == found[0], case
-    single = train(name, range(2), 3, {"stage": 0})
+    single = train(name, range(2), 2, {"stage": 0})
     for found in ranks:
         for result in found[len(CASES) :]:
             assert result["losses"] == pytest.approx(single["losses"], rel=1e-5)

@@ -87,9 +87,9 @@ def every_way(ways: list[dict[str, Any]], shape: dict[str, Any], lora: dict[str,
 
 
 CASES = [
-    (WAYS, LLAMA, {"dropout": 0.1}, {}),
+    ([WAYS[0], WAYS[2], WAYS[4], *WAYS[6:]], LLAMA, {"dropout": 0.1}, {}),
     (WAYS[3:7:3], {}, {"save_modules": ["tokens"]}, {"accumulate": 2}),  # stages below 2 add micro-steps first
-    (WAYS[3:7], LLAMA, {"dora": True, "targets": ["q", "down"], "dropout": 0.1}, {}),
+    (WAYS[3:7:3], LLAMA, {"dora": True, "targets": ["q", "down"], "dropout": 0.1}, {}),
     (
         WAYS[3:6:2],
         {"layers": 1},
@@ -99,16 +99,17 @@ CASES = [
 ]
 
 
-def _all_cases(cases: list[int]) -> None:
-    for case in cases:
-        every_way(*CASES[case])
-    if not cases:
-        every_way([WAYS[0], COMPILED], LLAMA, {"dropout": 0.1}, {})
+MORE = [([WAYS[0], WAYS[1], WAYS[3], WAYS[5], COMPILED], LLAMA, {"dropout": 0.1}, {}), (WAYS[4:7], *CASES[2][1:])]
 
 
-@pytest.mark.parametrize("cases", [[0, 1, 2, 3], pytest.param([], marks=pytest.mark.long, id="compiled")])
-def test_stages_placements_and_recomputation_change_no_number_and_the_base_stays_as_it_is(cases):
-    run_ranks(2, _all_cases, cases, seconds=600)
+def _all_cases(more: bool) -> None:
+    for case in MORE if more else CASES:
+        every_way(*case)
+
+
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_stages_placements_and_recomputation_change_no_number_and_the_base_stays_as_it_is(more):
+    run_ranks(2, _all_cases, more, seconds=600)
 
 
 def plain(model: nn.Module, world: int) -> list[float]:

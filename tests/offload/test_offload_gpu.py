@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_stack import run_without_waiting, train_stack
+from gpu_stack import Stack, run_without_waiting, train_stack
 from ranks import run_ranks
 
+import zerocli
 from tiers.events import NOTHING
 from zerocli.engine.events import Events
 
@@ -108,3 +109,27 @@ def test_the_cpu_update_agrees_to_rounding(tmp_path, precision, rel):
 
 def test_offloaded_steps_never_wait_for_the_device():
     run_without_waiting(offload="cpu", **STREAM)
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_a_skipped_step_changes_no_offloaded_parameter(master):
+    """Parameters pass through a slot, which has another chunk's before."""
+    torch.manual_seed(3)
+    model = Stack(layers=3).cuda()
+    engine = zerocli.shard(model, lr=1e-2, stage=3, precision="bf16", master=master, offload="cpu", **STREAM)
+    tokens = torch.randint(0, 97, (4, 16), device="cuda")
+
+    def step(factor: float) -> None:
+        engine.backward(model(tokens) * factor)
+        engine.step()
+
+    step(1.0)
+    before = engine.state_dict()
+    step(float("inf"))
+    after = engine.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    step(1.0)
+    assert not all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    with engine.gathered():
+        assert all(p.isfinite().all() for p in model.parameters())
+    engine.close()

@@ -181,7 +181,7 @@ def _with_and_without(folder: str) -> list[tuple[list[float], list[float]]]:
         (0, "activations=cpu", {}),
         (1, "optimizer=nvme", {"update": "stream"}),
         (2, "cpu", {"update": "cpu", "precision": "bf16", "accumulate": 3}),
-        (3, "nvme", {"update": "stream", "precision": "bf16", "accumulate": 3}),
+        (3, "nvme", {"update": "stream", "precision": "bf16", "accumulate": 2}),
         (3, "cpu", {"update": "cpu", "precision": "bf16"}),
         (3, spill, {"update": "stream"}),
         (3, "cpu", {"optimizer": "muon", "lr": 1e-3}),

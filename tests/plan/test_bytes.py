@@ -92,7 +92,7 @@ def _muon_measured(cases: list[tuple[ModelConfig, dict[str, Any]]]) -> list[int]
 def test_a_plan_has_the_whole_matrices_of_muon(world):
     """Every rank gathers all states of a unit, and orthogonalises one matrix at a time."""
     cases = [(model, {"stage": stage} | setup) for model, setup in MUON for stage in (3, 1)]
-    cases = cases if LONG else cases[::3]
+    cases = cases if LONG else cases[:4:3]
     measured = [max(peaks) for peaks in zip(*run_ranks(world, _muon_measured, cases), strict=True)]
     for (model, setup), peak in zip(cases, measured, strict=True):
         planned = plan({"precision": "fp32", "optimizer": "muon"} | setup, world, model)

@@ -53,6 +53,21 @@ def capped(gib: float, hardware: Hardware = ONE) -> Hardware:
     return dataclasses.replace(hardware, gpu_memory=int(gib * 2**30))
 
 
+def test_on_many_nodes_the_choice_may_be_groups_of_a_node():
+    """A ring over all of 16,384 ranks has a delay that a block of 1 x 2048 tokens does not hide."""
+    model = Formula(shape_of(dataclasses.replace(LLAMA_7B, layers=4), 2048))
+    asked = setup(ranks=16384, ranks_per_node=8, batch=1, seq=2048)
+    free = FREE - {"zero.stage", "activations.policy", "model.compile"}
+    choice = choose_setup(model, asked, PRESETS["h100"], free)
+    assert choice.best is not None and choice.best.setup.shard_ranks == 8
+    assert "--shard-ranks 8" in flags(choice.best, free)
+    assert with_choice(load_config("tiny"), choice.best).parallel.shard_ranks == 8
+    kept = choose_setup(model, asked, PRESETS["h100"], free - {"parallel.shard_ranks"}).best
+    assert kept is not None and kept.setup.shard_ranks == 0 and kept.cost > choice.best.cost
+    one_node = choose_setup(model, dataclasses.replace(asked, ranks=8), PRESETS["h100"], free)
+    assert {each.setup.shard_ranks for each in one_node.fitting} == {0}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("gib", [32, *(pytest.param(gib, marks=pytest.mark.long) for gib in (8, 12, 16, 24, 48, 139))])
 def test_no_placement_by_hand_is_faster(gib):
@@ -252,7 +267,7 @@ def test_the_same_inputs_give_the_same_choice_by_its_own_flags():
 
 def test_what_the_command_line_sets_is_kept():
     flags_given = {"zero.stage": 2, "train.seq": 5, "offload.placement": None}
-    free = {"offload.placement", "train.batch", "model.compile"}
+    free = {"offload.placement", "train.batch", "model.compile", "parallel.shard_ranks"}
     assert automatic_keys(("activations.policy=keep",), flags_given) == free
     assert automatic_keys(("activations.policy=keep", "model.compile=auto"), flags_given) == free
     assert automatic_keys(("activations.policy=keep", "model.compile=true"), flags_given) == free - {"model.compile"}
@@ -357,7 +372,7 @@ def small() -> Any:
 
 def test_the_batch_of_an_example_is_kept(monkeypatch):
     """Its bytes and times are those of the batch that the example makes."""
-    monkeypatch.setattr("zerocli.plan.search.automatic.choose", lambda *given: given[5])
+    monkeypatch.setattr("zerocli.plan.search.automatic.choose", lambda *given, **_: given[5])
     traced = trace("some", small, setup(batch=4, accumulate=4), lambda model, _: model(torch.ones(2, 2)).sum(), False)
     assert choose_setup(traced, setup(batch=4, accumulate=4), ONE, FREE, global_batch=16) == [4]
 

@@ -124,7 +124,7 @@ def test_a_gradient_is_added_in_place_only_where_nobody_else_holds_it():
 
 # -- against the real engine -------------------------------------------------------------------------------------------
 
-HALF_SCRATCH = 3 * 4 * constants.SPLIT_UPDATE_CHUNK["cpu"]
+HALF_SCRATCH = 3 * 4 * constants.SPLIT_PIECE
 """A chunk's gradient, master and its bits, in fp32."""
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -142,6 +142,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"vocab": 3000}, {"stage": 3, "offload": "params=cpu"}),
     ({"vocab": 3000, "layers": 1}, {"stage": 1, "accumulate": 2}),
     ({"layers": 6}, {"stage": 2, "accumulate": 2, "offload": "grads=cpu", "bucket_nbytes": 8192}),
+    ({}, {"stage": 3, "shard_ranks": 1}),
 ]
 PARTIAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"layers": 6}, {"stage": 0, "recompute": 1}),
@@ -263,7 +264,7 @@ def test_a_plan_holds_where_layers_are_split_and_checkpoints_leave(tmp_path):
     "cases", [pytest.param(PARTIAL, marks=pytest.mark.long), SELECTIVE], ids=["partial", "selective"]
 )
 def test_a_plan_holds_where_some_blocks_are_recomputed_whole_or_selectively(cases):
-    cases = cases if LONG else cases[1::5]
+    cases = cases if LONG else cases[1:11:5]
     measured = most(run_ranks(2, _measure_all, cases, 4, 24, "fp32"))
     for (changes, setup), peak in zip(cases, measured, strict=True):
         planned = planned_peak(dataclasses.replace(SMALL, **changes), 4, 24, setup | {"precision": "fp32"}, 2)
@@ -301,8 +302,8 @@ def test_a_plan_holds_in_half_precision(tmp_path):
 def test_logits_of_half_precision_are_counted_in_fp32():
     model, setup = dataclasses.replace(SMALL, vocab=3000, layers=1), {"stage": 0, "precision": "bf16"}
     with torch.backends.mkldnn.flags(enabled=False):  # its refusal of bf16 on old cores costs more than the matmul
-        peak = measured_peak(model, 4, 64, setup)
-    assert peak <= planned_peak(model, 4, 64, setup, 1) <= peak * 1.01
+        peak = measured_peak(model, 2, 32, setup)
+    assert peak <= planned_peak(model, 2, 32, setup, 1) <= peak * 1.01
 
 
 def test_the_ledger_would_notice_what_is_left_out():
@@ -403,6 +404,8 @@ def test_plan_is_a_function_and_a_package():
     plan = zerocli.plan("tiny", stage=3, ranks=4)
     assert plan.numel == 842_496 and plan.setup.stage == 3 and plan.needed("hbm") > plan.allocated > 0
     assert {row.category for row in plan.rows} <= set(CATEGORIES)
+    adapted = zerocli.plan("lora-8b", base="nf4", accumulate=1)
+    assert adapted.num_trained == 41_943_040 and adapted.of("gradients", "hbm") < 100 << 20
     longer = zerocli.plan("gpt2-124m", seq=2048, batch=1)
     assert longer.setup.seq == 2048 and longer.numel == 124_439_808 + 1024 * 768  # built for its sequences
     assert zerocli.plan("tiny", precision="auto").setup.precision == "bf16"

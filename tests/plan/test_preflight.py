@@ -12,6 +12,7 @@ from zerocli.cli import main as cli
 from zerocli.errors import UserError
 from zerocli.machine import Gpu
 from zerocli.plan.report.preflight import ACCURACY, preflight, refuse
+from zerocli.run import trainer
 
 GIB = 2**30
 
@@ -133,7 +134,9 @@ def test_under_torchrun_the_first_rank_of_a_node_looks_at_its_disks(monkeypatch,
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert cli.run(["train", "tiny", "--stage", "3", "--offload", "nvme", "--nvme-path", "/proc/nowhere"]) == 2
+    monkeypatch.setattr(trainer, "START_SECONDS", 0.1)  # rank 0, which would show it, never comes
+    words = ["--stage", "3", "--offload", "nvme", "--nvme-path", "/proc/nowhere", "--set", "train.watchdog=0.1"]
+    assert cli.run(["train", "tiny", *words]) == 2
     assert "--nvme-path /proc/nowhere: there is no such folder" in capsys.readouterr().err
 
 

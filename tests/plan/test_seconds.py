@@ -17,7 +17,7 @@ from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.quick import quick_plan
 from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.setup import Setup
-from zerocli.plan.time import host_times, seconds
+from zerocli.plan.time import host_times, network, seconds
 from zerocli.plan.time.compute import computed, num_chunks, passes
 from zerocli.plan.time.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
 from zerocli.plan.time.host_times import measure_host
@@ -169,14 +169,18 @@ def test_chunks_of_a_streamed_update_cost_the_host_time():
         assert took[64].seconds - took[512].seconds == pytest.approx(more, rel=1e-4)
 
 
-def test_collectives_between_nodes_use_every_adapter_of_a_node():
-    """Inside a node NVLink bounds them; between nodes 8 x 10 GB/s carry what the other nodes have."""
+def test_collectives_between_nodes_use_every_adapter_of_a_node(monkeypatch):
+    """Inside a node NVLink bounds them; between nodes 8 x 10 GB/s carry what the other nodes have. Without delays."""
+    monkeypatch.setattr(network, "PROTOCOLS", (network.Protocol((0, 0, 0), (0, 0, 0), 1.0),))
     numel = shape_of(MODEL, 1024).numel
     one = timed(ranks=8).parts["collectives"]
     assert one == pytest.approx(3 * 2 * numel * 7 / 8 / (NODE.links * 1e9))
     slow = dataclasses.replace(NODE, network=10)
     four = timed(hardware=slow, ranks=32).parts["collectives"]
     assert four == pytest.approx(3 * 2 * numel * 3 / 4 / (8 * 10 * 1e9))
+    # Groups of one node gather over NVLink, and each rank's adapter carries the sums of its slice, there and back.
+    groups = timed(hardware=slow, ranks=32, shard_ranks=8).parts["collectives"]
+    assert groups == pytest.approx(one + 2 * 2 * numel / 8 * 3 / 4 / (10 * 1e9))
     # Tensor parallelism over two nodes goes over the network too.
     split = {"hardware": slow, "ranks": 16, "tp": 16}
     inside, across = (timed(**split, ranks_per_node=n).parts["tensor parallel"] for n in (16, 8))

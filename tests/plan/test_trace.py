@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zerocli.cli import main as cli
-from zerocli.config import ModelConfig
+from zerocli.config import ModelConfig, bundled, load
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
@@ -62,6 +62,19 @@ def test_a_formula_and_a_trace_give_the_same_plan(changes, setup):
     assert elsewhere[0] == elsewhere[1]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, _, _ in bundled()])
+def test_bundled_configs_are_planned_alike_by_formula_and_trace(name):
+    """At their own length of sequences. They differ by at most a block's input in the head's backward, and scalars."""
+    config = load(name)
+    asked = Setup(stage=3, offload="cpu", ranks=8, batch=1, seq=config.train.seq, device="cpu", precision="fp32")
+    shape = shape_of(config.model, asked.seq)
+    formula = plan_model(shape, asked).allocated
+    traced = trace(name, lambda: build(config.model, asked.seq, "meta"), asked).plan(asked).allocated
+    scalars = 20 * asked.seq
+    assert abs(traced - formula) <= asked.seq * shape.hidden * 4 + scalars, (traced - formula) / formula
+
+
 def test_a_program_is_read_as_it_was_written():
     made = build(dataclasses.replace(MODEL, layers=9), 128, "meta")
     program = record("some", made, Setup(batch=2, seq=32, precision="fp32"))
@@ -103,6 +116,36 @@ def test_a_model_that_no_formula_knows_is_traced(capsys):
     rows = {row["category"]: row["bytes"] for row in answer["candidates"][0]["rows"] if row["tier"] == "hbm"}
     kept = 4 * 64 * 16 * 4  # one activation: the input of each layer and each relu's output are kept
     assert 6 * kept <= rows["activations"] <= 20 * kept
+
+
+class Loop(Graph):
+    """Runs `turns` operations for each token, or as many in all."""
+
+    def __init__(self, turns: int, each_token: bool) -> None:
+        super().__init__()
+        self.turns, self.each_token = turns, each_token
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(())
+        for _ in range(self.turns * (tokens.shape[1] if self.each_token else 1)):
+            scale = scale * 0.5
+        return super().forward(tokens, targets) * scale
+
+
+def test_a_loop_over_tokens_is_recognised_before_all_of_it_has_run(monkeypatch):
+    monkeypatch.setattr("zerocli.plan.models.fake_run.MAX_OPERATIONS", 400)
+    monkeypatch.setattr("zerocli.plan.models.fake_run.MANY_OPERATIONS", 200)
+    ran = []
+    monkeypatch.setattr(Loop, "forward", lambda *given, forward=Loop.forward: ran.append(given) or forward(*given))
+    setup = Setup(batch=2, seq=4096, precision="fp32")
+    with pytest.raises(
+        RuntimeError, match=r"more than 400 operations in forward: about 123\d\d, in a loop over tokens"
+    ):
+        record("loop", Loop(3, each_token=True), setup)
+    assert [tokens.shape[1] for _, tokens, _ in ran] == [4096, 8, 16, 32]  # the first is ended early
+    with pytest.raises(RuntimeError, match="more than 400 operations in forward$"):
+        record("many", Loop(401, each_token=False), setup)
+    assert record("few", Loop(250, each_token=False), setup).units  # more than look suspicious, fewer than too many
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy
 import pytest
 from profiled import CELLAR, SMALL, profile, rows
+from runs import as_rank_0
 
 from tiers import registry
 from zerocli.cli import main as cli
 from zerocli.profile import page
+from zerocli.run.processes import launch
 
 SETS = [word for text in SMALL for word in ("--set", text)]
 
@@ -31,13 +33,15 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_profile_gives_what_the_contract_says(tmp_path, monkeypatch, capfd):
+def test_profile_gives_what_the_contract_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("where the bytes lie and where the seconds go\n" * 200)
     files = ["--html", "page.html", "--trace-file", "trace.json", "--snapshot", "none.pickle"]
     words = ["profile", "tiny", *SETS, "--data", "text.txt", "--stage", "3", "--json", *files, "--run-dir", "run"]
-    words += ["--ranks", "1"]  # two of them are started by the test of `train`
-    code, (out, said) = cli.run(words), capfd.readouterr()
+    started = []  # as ranks are started is the test of `train`
+    monkeypatch.setattr(launch, "launch", lambda config, options, command, **_: started.append(command) or 0)
+    assert cli.run([*words, "--ranks", "1"]) == 0
+    code, out, said = as_rank_0(tmp_path, *started)
     assert code == 0, said
     document = json.loads(out)
     assert document["schema"] == 1 and document["ranks"] == 1

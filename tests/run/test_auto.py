@@ -189,7 +189,7 @@ def test_one_machine_without_a_compiler_decides_for_all(tmp_path, monkeypatch):
         monkeypatch.setattr("zerocli.machine.missing_compiler", lambda on_gpu: here)
 
         def gather(value: Any) -> list[Any]:
-            return [value, value] if isinstance(value, dict) else [value, min(value, there) if there else 0]
+            return [value, min(value, there) if there else 0] if isinstance(value, int) else [value, value]
 
         return choose_together(config, options, setup, hardware.gpu_memory, gather).config.model.compile
 

@@ -19,9 +19,10 @@ from runs import TINY, losses, train
 SETS = ["train.steps=60", "checkpoint.every=5", "train.log_every=1000", "train.global_batch=4", "train.watchdog=60"]
 
 
-def torchrun(folder: Path, *options: str, log: str) -> subprocess.Popen:
-    sets = [word for each in [*TINY, *SETS] for word in ("--set", each)]
+def torchrun(folder: Path, *options: str, log: str, more: tuple[str, ...] = (), **variables: str) -> subprocess.Popen:
+    sets = [word for each in [*TINY, *SETS, *more] for word in ("--set", each)]
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    environ |= variables
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "1"]
     if "--standalone" in options:
         command[-1] = "2"
@@ -57,16 +58,20 @@ def test_a_killed_rank_brings_the_job_back_from_its_checkpoint(tmp_path, whole):
     assert losses(tmp_path / "run") == whole
 
 
+def elastic(port: int, last_call: int) -> list[str]:
+    timeouts = f"join_timeout=120,last_call_timeout={last_call}"
+    timeouts += ",heartbeat_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", "2"]
+    return [*options, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", timeouts]
+
+
 @pytest.mark.long  # waits for torchrun's timeouts
 def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
     """Two agents stand for two nodes; the global batch stays, so one rank goes on to the same losses, to rounding."""
     held = hold_port()
     port = held.getsockname()[1]
     # The last call is long: if the first agent began alone, torch never tells the second where its store is.
-    timeouts = "join_timeout=120,last_call_timeout=20"
-    timeouts += ",heartbeat_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
-    options = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--max-restarts", "2"]
-    options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", timeouts]
+    options = elastic(port, last_call=20)
     first = torchrun(tmp_path, *options, log="first")
     agents = [first]
     try:
@@ -84,3 +89,40 @@ def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
     assert re.search(r"resuming after step \d+:", log), log
     assert "1 rank on cpu" in log
     assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.long
+def test_a_node_that_joins_later_is_taken_in(tmp_path):
+    """torchrun ends the ranks by SIGTERM to start more: they save first, so no step is lost.
+
+    It tells a node that joins where the ranks' store is only if its own store is not shared with them.
+    """
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    held = hold_port()
+    port = held.getsockname()[1]
+    options, more = elastic(port, last_call=1), ("train.steps=1000000", "checkpoint.every=100000")
+    agents = [torchrun(tmp_path, *options, log="first", more=more, **own_store)]
+
+    def logs() -> str:
+        return "".join((tmp_path / name).read_text() for name in ("first", "second") if (tmp_path / name).exists())
+
+    def wait_for(happened) -> None:
+        deadline = time.monotonic() + 240
+        while not happened():
+            assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents), logs()
+            time.sleep(0.1)
+
+    try:
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 3)
+        agents.append(torchrun(tmp_path, *options, log="second", more=more, **own_store))
+        wait_for(lambda: "2 ranks on cpu" in logs())
+        before = len(losses(tmp_path / "run"))
+        wait_for(lambda: len(losses(tmp_path / "run")) > before + 3)
+    finally:
+        kill_all(agents)
+        held.close()
+    stopped, resumed = (
+        re.findall(words, logs()) for words in (r"stopped after step (\d+)", r"resuming after step (\d+)")
+    )
+    assert len(stopped) == 1 and stopped == resumed, logs()
+    assert sorted(losses(tmp_path / "run")) == list(range(1, len(losses(tmp_path / "run")) + 1))

@@ -28,7 +28,6 @@ STUB = """
 import os, signal, sys
 from pathlib import Path
 from zerocli.ranks import worker
-from zerocli.run.processes import launch
 worker.die_with_parent()
 rank = int(os.environ["RANK"])
 run = Path(os.environ["ZEROCLI_RUN_DIR"])
@@ -302,6 +301,7 @@ def test_slurm_makes_a_rank():
         "SLURM_TASKS_PER_NODE": "2(x3),1",
         "SLURM_NODELIST": "gpu[03-06]",
         "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_ID": "0",
     }
     assert worker.worker_environment(environ) == {
         "RANK": "5",
@@ -311,6 +311,8 @@ def test_slurm_makes_a_rank():
         "MASTER_ADDR": "gpu03",
         "MASTER_PORT": str(10000 + 123456 % 20000),
     }
+    for other in ("4294967290", ""):  # an interactive shell; a batch script has none
+        assert worker.worker_environment({**environ, "SLURM_STEP_ID": other}) is None
     named = worker.worker_environment({**environ, "MASTER_ADDR": "here", "MASTER_PORT": "1"})
     assert named and named["MASTER_ADDR"] == "here" and named["MASTER_PORT"] == "1"
 

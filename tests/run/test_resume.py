@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from lengths import LONG
-from ranks import _context
-from runs import Death, deaths, losses, train
+from runs import Death, as_rank_0, deaths, losses, train
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.cli import main as cli
@@ -108,13 +107,13 @@ def test_a_run_saves_when_its_time_is_nearly_up(tmp_path, whole):
 @pytest.mark.longer
 def test_a_run_goes_on_with_another_number_of_ranks_and_another_stage(tmp_path):
     """1 -> 2 -> 4 -> 3 ranks, one global batch of 12: the same data, and losses to rounding."""
-    common = ("train.global_batch=12", "train.batch=1", "train.steps=8", "checkpoint.every=2")
+    common = ("train.global_batch=12", "train.steps=8", "checkpoint.every=2", "optimizer.schedule=constant")
     for world, stage, steps in ((1, 0, 2), (2, 3, 4), (4, 2, 6), (3, 1, 8))[:: 1 if LONG else 3]:
         # The schedule is constant: what remains of a run must not depend on where it is cut.
-        sets = (*common, f"zero.stage={stage}", f"train.steps={steps}")
-        ended = train(tmp_path / "run", *sets, "optimizer.schedule=constant", world=world, resume=True)
+        sets = (*common, f"zero.stage={stage}", f"train.steps={steps}", f"train.batch={6 if world == 1 else 1}")
+        ended = train(tmp_path / "run", *sets, world=world, resume=True)
         assert not any(ended.codes), ended.said
-    assert train(tmp_path / "constant", *common, "optimizer.schedule=constant", world=1).codes == [0]
+    assert train(tmp_path / "constant", *common, "train.batch=6", world=1).codes == [0]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "constant"), rel=2e-5)
 
 
@@ -181,23 +180,6 @@ def test_a_run_with_nothing_whole_left_stops_and_one_with_nothing_saved_starts(t
     assert other.codes == [2, 2] and "of another run: parameters/" in other.said[0] and "shape" in other.said[0]
 
 
-def as_rank_0(folder: Path, words: list[str]) -> tuple[int, str]:
-    """Run the command as the only rank of a launcher, in a fork that has torch already; return code and stderr."""
-    process = _context.Process(target=_be_rank_0, args=(str(folder), words))
-    process.start()
-    process.join(120)
-    process.kill()
-    return process.exitcode or 0, (folder / "said").read_text()
-
-
-def _be_rank_0(folder: str, words: list[str]) -> None:
-    os.chdir(folder)
-    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
-    with open("said", "w", buffering=1) as said, contextlib.redirect_stderr(said):
-        code = cli.run(words)
-    os._exit(code)
-
-
 SETS = "train.batch=2 train.seq=8 model.layers=2 model.hidden=16 model.heads=2 checkpoint.every=100000".split()
 GIVEN = [word for each in SETS for word in ("--set", each)]
 RUN = ["train", "--run-dir", "run"]
@@ -227,10 +209,10 @@ def test_the_command_saves_on_sigterm(tmp_path):
 def test_a_run_resumes_with_its_own_config(tmp_path):
     step, metrics = 2, tmp_path / "run/metrics.jsonl"
     assert as_rank_0(tmp_path, [*RUN, *GIVEN, "--steps", str(step)])[0] == 0
-    code, said = as_rank_0(tmp_path, [*RUN, "--resume", "--steps", str(step + 2)])
+    code, _, said = as_rank_0(tmp_path, [*RUN, "--resume", "--steps", str(step + 2)])
     assert code == 0 and f"resuming after step {step}" in said, said
     (tmp_path / "run/config.json").unlink()  # the checkpoint has it too
-    code, said = as_rank_0(tmp_path, [*RUN, "--resume", "--steps", str(step + 3)])
+    code, _, said = as_rank_0(tmp_path, [*RUN, "--resume", "--steps", str(step + 3)])
     assert code == 0 and "config.json is missing: restored" in said and f"resuming after step {step + 2}" in said
     rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert rows == list(range(1, step + 4))

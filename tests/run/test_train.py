@@ -47,15 +47,20 @@ def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
         ("two", 2, ["zero.stage=3", "train.batch=2"]),
         ("one", 1, ["zero.stage=0", "train.batch=4"]),
         ("accumulated", 1, ["zero.stage=2", "train.batch=2", "train.accumulate=2"]),
-        ("four", 4, ["zero.stage=1", "train.batch=1"]),
+        ("four", 4, ["zero.stage=1", "train.batch=1", "parallel.shard_ranks=2"]),
         ("global", 2, ["zero.stage=2", "train.batch=1", "train.global_batch=4"]),
     ):
-        ended = runs.train(tmp_path / name, "train.seq=32", "checkpoint.every=0", *sets, world=world)
+        ended = runs.train(tmp_path / name, "train.seq=32", "train.steps=4", "checkpoint.every=0", *sets, world=world)
         assert ended.codes == [0] * world, ended.said
         losses[name] = [row["loss"] for row in lines(tmp_path / name)]
-        assert len(losses[name]) == 6
+        assert len(losses[name]) == 4
     for name, values in losses.items():
         assert values == pytest.approx(losses["two"], rel=1e-5), name
+    # Two groups of two: an all-reduce of half of the gradient, counted twice, beside a reduce-scatter of all of it.
+    one, *others = (lines(tmp_path / name)[0] for name in ("four", "two", "one"))
+    assert one["comm_across"] == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": one["comm"]["reduce_scatter"]}
+    assert one["comm_across"]["all_reduce"] > 0
+    assert not any(value for each in others for value in each["comm_across"].values())
 
 
 @pytest.mark.long
@@ -105,15 +110,15 @@ def test_dry_run_trains_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
-    wild = ["optimizer.lr=1e30", "train.clip=0", "optimizer.warmup=0", "train.steps=30", "checkpoint.every=0"]
+    wild = ["optimizer.lr=1e30", "train.clip=0", "optimizer.warmup=0", "train.steps=8", "checkpoint.every=0"]
     ended = runs.train(tmp_path / "run", *wild)
     assert ended.codes == [1, 1]
     assert "at step" in ended.said[0] and "no checkpoint" in ended.said[0] and "Traceback" not in ended.said[0]
     last = lines(tmp_path / "run")[-1]
     assert not math.isfinite(last["loss"]) or not math.isfinite(last["grad_norm"])
-    assert last["step"] < 30
+    assert last["step"] < 8
     assert runs.train(tmp_path / "on", *wild, "train.on_nan=continue").codes == [0, 0]
-    assert lines(tmp_path / "on")[-1]["step"] == 30
+    assert lines(tmp_path / "on")[-1]["step"] == 8
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def init(dir, mode, id, **rest):
 
 
 def line(step: int, loss: float) -> Line:
-    return Line(step, loss, 1.0, 0.1, 8, 1.0, 8.0, {"hbm": 5, "dram": 0, "nvme": 0}, 0, {}, {}, {}, False)
+    return Line(step, loss, 1.0, 0.1, 8, 1.0, 8.0, {"hbm": 5, "dram": 0, "nvme": 0}, 0, {}, {}, {}, {}, False)
 
 
 def test_wandb_is_offline_and_has_each_step_once(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ def configs(draw):
         values |= {"checkpoint.best": False, "train.patience": 0}  # which need evaluations
     if not values["lora.rank"]:
         values = {key: value for key, value in values.items() if not key.startswith("lora.")}
+    values["parallel.shard_ranks"] = draw(st.sampled_from((0, 1, values["parallel.ranks"])))
     values["data.path"] = draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
     values["optimizer.options"] = draw(st.dictionaries(st.text("ab", min_size=1), st.lists(st.integers(0, 9))))
     values["offload.nvme_path"] = tuple(draw(st.lists(st.text("/ab", min_size=1), max_size=3)))

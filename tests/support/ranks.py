@@ -44,11 +44,16 @@ def start_server() -> None:
     """Start the process that ranks are forked from, which finds the modules of this folder by PYTHONPATH alone.
 
     It is forked from this process, which has imported nearly all of its modules, and those of the tests, already. So it
-    must be started before the first test runs: later torch has threads, which a fork does not have.
+    must be started before the first test runs: later torch has threads, which a fork does not have. Where there is a
+    GPU it is a new process: ranks could not use a driver that was open before the fork.
     """
+    import torch
+
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *([before] if before else [])])
-    spawn, util.spawnv_passfds = util.spawnv_passfds, _fork_server
+    spawn = util.spawnv_passfds
+    if not torch.cuda.is_available():
+        util.spawnv_passfds = _fork_server
     try:
         forkserver.ensure_running()
     finally:

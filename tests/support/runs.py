@@ -66,7 +66,8 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    count = 0
+    count, said_to = 0, f"{folder}.said{rank}"
+    folder = given.pop("before", lambda rank, folder: folder)(rank, folder)
     if file_nbytes := given.pop("file_nbytes", 0):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_nbytes, file_nbytes))
@@ -81,14 +82,15 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
                 os.kill(os.getpid(), death.signal) if death.signal else threading.Event().wait()
 
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.said{rank}", "w", buffering=1) as said, contextlib.redirect_stderr(said):
+    with open(said_to, "w", buffering=1) as said, contextlib.redirect_stderr(said):
         from zerocli.engine.events import Probe
         from zerocli.errors import UserError
         from zerocli.run import trainer
 
         try:
             config = configs.load("tiny", [*TINY, *sets])
-            code = trainer.work(config, RunOptions(folder, events=(Probe(probe),), **given))
+            events = (Probe(probe), *given.pop("events", ()))
+            code = trainer.work(config, RunOptions(folder, events=events, **given))
         except UserError as error:
             print(error.render(), file=sys.stderr)
             code = error.exit_code
@@ -110,6 +112,7 @@ def train(
 ) -> Ended:
     """Run the trainer on `world` ranks to its end, however it ends; no process is left.
 
+    `before`, a function of a module, is called in each rank first with its number and the run folder, which it returns.
     One that lives on `grace` seconds after another has failed is ended, and its code is STUCK.
     """
     held = hold_port()
@@ -135,6 +138,26 @@ def train(
         codes.append(STUCK if stuck else process.exitcode or 0)
     held.close()
     return Ended(codes, [Path(f"{folder}.said{rank}").read_text() for rank in range(world)])
+
+
+def as_rank_0(folder: Path, words: list[str]) -> tuple[int, str, str]:
+    """Run a command as the only rank of a launcher, in a fork that has torch; return code, stdout and stderr."""
+    process = _context.Process(target=_be_rank_0, args=(str(folder), words))
+    process.start()
+    process.join(120)
+    process.kill()
+    return process.exitcode or 0, (folder / "shown").read_text(), (folder / "said").read_text()
+
+
+def _be_rank_0(folder: str, words: list[str]) -> None:
+    from zerocli.cli import main
+
+    os.chdir(folder)
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1"})
+    with open("shown", "w") as shown, open("said", "w", buffering=1) as said:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said):
+            code = main.run(words)
+    os._exit(code)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -15,10 +15,16 @@ LAYERS, BATCH, SEQ, HIDDEN = 4, 2, 16, 32  # bf16 takes 100 times as long as fp3
 CHECKPOINT = BATCH * SEQ * HIDDEN * 4
 
 
-def make(layers: int = LAYERS, dropout: float = 0.1, hidden: int = HIDDEN, **settings: Any) -> zerocli.Engine:
+def make(
+    layers: int = LAYERS, dropout: float = 0.1, hidden: int = HIDDEN, frozen: bool = False, **settings: Any
+) -> zerocli.Engine:
+    """Return an engine of the model; with `frozen` the matrices of its blocks are not trained."""
     torch.manual_seed(0)
     shape = ModelConfig(layers=layers, hidden=hidden, heads=2, vocab=64, dropout=dropout)
     model = build(shape, SEQ, "cpu")
+    for unit in model.unit_modules() if frozen else ():
+        for parameter in unit.parameters():
+            parameter.requires_grad_(parameter.dim() == 1)
     return zerocli.shard(model, **{"stage": 3, "clip": 0.5, "units": model.unit_modules(), **NVME} | settings)
 
 

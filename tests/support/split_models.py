@@ -6,7 +6,7 @@ import torch
 
 from zerocli.config import ModelConfig
 
-LAYERS, HIDDEN, SEQ, VOCAB, BATCH, STEPS = 2, 32, 16, 50, 4, 4
+LAYERS, HIDDEN, SEQ, VOCAB, BATCH, STEPS = 2, 32, 16, 50, 4, 3
 MODELS = {
     "gpt2": ModelConfig(family="gpt2", layers=LAYERS, hidden=HIDDEN, heads=4, vocab=VOCAB, mlp_hidden=40),
     "llama": ModelConfig(

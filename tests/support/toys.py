@@ -54,7 +54,7 @@ def split(rank: int, world: int, micro: int = 0, accumulate: int = 1, total: int
     return slice(start, start + each)
 
 
-def train_uneven(steps: int = 20 if LONG else 8, **settings: Any) -> list[float]:
+def train_uneven(steps: int = 20 if LONG else 5, **settings: Any) -> list[float]:
     """Train on the joined batch, split over the ranks there are; return the mean loss of each step."""
     import torch.distributed as dist
 

@@ -227,7 +227,7 @@ class Ranks:
     def _by_engine(self, start: dict[str, torch.Tensor], off: float) -> Outcome:
         """Return the unsharded run of an optimizer that torch does not have."""
         passes = self.config.train.accumulate * self.replicas
-        engine = make_engine(self.config, stage=0, accumulate=passes, group=self.alone, tp=1, offload="")
+        engine = make_engine(self.config, stage=0, accumulate=passes, group=self.alone, tp=1, shard_ranks=0, offload="")
         generator = torch.Generator().manual_seed(0)
         signs = {name: torch.randint(0, 2, v.shape, generator=generator) * 2 - 1 for name, v in start.items()}
         moved = {name: v * (1 + signs[name] * off) if v.is_floating_point() else v for name, v in start.items()}
@@ -326,11 +326,12 @@ class Ranks:
         """Return an earlier row that should be equal bit for bit, but is not.
 
         Placement and recomputation never change a number; nor does the stage, as long as sums have the same order: with
-        two ranks and one backward pass. Kernels of a GPU may vary.
+        two ranks, or two groups of two, and one backward pass. Kernels of a GPU may vary.
         """
         if torch.cuda.is_available():
             return None
-        same_sums = self.world <= 2 and self.config.train.accumulate == 1
+        shards = self.config.parallel.shard_ranks or self.world
+        same_sums = max(shards, self.world // shards) <= 2 and self.config.train.accumulate == 1
         expected, first = self._bits.setdefault(0 if same_sums else row.stage, (digest, row))
         return first if digest != expected else None
 

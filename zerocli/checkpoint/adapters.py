@@ -52,13 +52,11 @@ PARAMETERS = "parameters/"
 # -- the base ------------------------------------------------------------------------------------------------------
 
 
-def base_of(config: Config, model: nn.Module) -> Base | None:
-    """Return the frozen base of a run with adapters; None if all is trained.
+def base_of(config: Config, model: nn.Module) -> Base:
+    """Return the frozen base of a run with adapters.
 
     A base of random weights follows from the seed and the model, which a resumed run has again.
     """
-    if not config.lora.rank:
-        return None
     own = adapter_names(model) | trained_whole(model, config.lora.save_modules, names_there(config.model))
     path = config.train.init_from
     about = f"{config.train.seed} {dataclasses.replace(config.model, folder='', compile=False)}"

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from zerocli.layout.constants import PIECE_NUMEL
 from zerocli.layout.shards import Span
 
@@ -92,25 +94,32 @@ def _row(shape: tuple[int, ...], row: int, start: int, stop: int, limit: int) ->
         yield Box((row, *box.offsets), (1, *box.sizes), base + box.start)
 
 
-def tile(shape: tuple[int, ...], parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Return whether boxes (offsets, sizes) cover each element of a tensor of `shape` exactly once.
+def tile(shape: tuple[int, ...], parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether boxes (offsets, sizes) within a tensor of `shape` cover each of its elements exactly once.
 
     Each box is represented by its corners with alternating signs: their sum over all boxes equals that of the tensor's
-    own corners if and only if the boxes tile it. That takes 2^dims steps per box.
+    own corners if and only if the boxes tile it. That takes 2^dims corners per box.
     """
     if not math.prod(shape):
         return not any(math.prod(sizes) for _, sizes in parts)
-    cut = [d for d, n in enumerate(shape) if any(offsets[d] or sizes[d] != n for offsets, sizes in parts)]
+    starts = np.array([offsets for offsets, _ in parts], dtype=np.int64).reshape(len(parts), len(shape))
+    stops = starts + np.array([sizes for _, sizes in parts], dtype=np.int64).reshape(len(parts), len(shape))
+    cut = [d for d, n in enumerate(shape) if (starts[:, d] != 0).any() or (stops[:, d] != n).any()]
     if len(cut) > MAX_CUT_DIMS:
         return False
-    corners: dict[tuple[int, ...], int] = {}
-    for sign, offsets, sizes in [(-1, (0,) * len(shape), shape), *((1, *part) for part in parts)]:
-        for ends in itertools.product((0, 1), repeat=len(cut)):
-            corner = tuple(offsets[d] + end * sizes[d] for d, end in zip(cut, ends, strict=True))
-            count = corners.pop(corner, 0) + (sign if sum(ends) % 2 == 0 else -sign)
-            if count:
-                corners[corner] = count
-    return not corners
+    whole = np.array([[shape[d] for d in cut]], dtype=np.int64)
+    corners, signs = [], []
+    for ends in itertools.product((False, True), repeat=len(cut)):
+        sign = -1 if sum(ends) % 2 else 1
+        corners += [np.where(ends, stops[:, cut], starts[:, cut]), np.where(ends, whole, 0)]
+        signs += [np.full(len(parts), sign), np.full(1, -sign)]
+    every, sign_of = np.concatenate(corners), np.concatenate(signs)
+    if not cut:
+        return int(sign_of.sum()) == 0
+    order = np.lexsort(every.T)
+    every = every[order]
+    firsts = np.flatnonzero(np.concatenate([[True], (every[1:] != every[:-1]).any(1)]))
+    return not np.add.reduceat(sign_of[order], firsts).any()
 
 
 def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:

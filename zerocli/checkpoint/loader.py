@@ -17,13 +17,11 @@ from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
 from zerocli.checkpoint.members import control_group, members_of, no_group_warning
-from zerocli.checkpoint.parts import LoadPlanner
-from zerocli.checkpoint.pickles import guarded
+from zerocli.checkpoint.parts import LoadPlanner, Part
 from zerocli.checkpoint.reader import Reader
-from zerocli.checkpoint.saver import describe
+from zerocli.checkpoint.saver import in_words
 from zerocli.engine.engine import Engine
-from zerocli.ranks.exchange import exchange_json, first_problem
-from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.exchange import broadcast_json, first_problem
 
 
 @dataclass
@@ -59,24 +57,30 @@ def _load(
     training: bool = True,
 ) -> dict[str, Any]:
     engine.synchronize()
-    manifest: Manifest = _agreed(lambda: read_manifest(path), group)
+    first = members_of(engine).rank == 0
+    manifest: Manifest = _agreed(lambda: read_manifest(path, sizes=first), group)
     _agreed(lambda: judge(manifest), group)
     parts, afterwards = _agreed(lambda: state.wanted(engine, manifest, training), group)
-    reader = Reader(path, manifest)
-    try:
-        _agreed(reader.open, group)
-        with STARTUP.waiting(f"loading the checkpoint of step {manifest.step}"), guarded(), no_group_warning(group):
-            dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), process_group=group)
-    except CheckpointException as error:
-        unreadable = any(isinstance(failure[0], Unreadable | OSError) for failure in error.failures.values())
-        raise (Unreadable if unreadable else Damaged)(describe(error)) from None
-    finally:
-        reader.close()
+    _agreed(lambda: _fill(path, manifest, parts), group, f"loading the checkpoint of step {manifest.step}")
     state.spread(engine)
     if training:
         state.restore_values(engine, manifest.values)
     _agreed(lambda: _finish(afterwards), group)
     return manifest.values
+
+
+def _fill(path: Path, manifest: Manifest, parts: dict[str, Part]) -> None:
+    """Fill this rank's parts; each rank plans by itself what it reads."""
+    reader = Reader(path, manifest)
+    try:
+        with no_group_warning(None):
+            dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        (failure,) = error.failures.values()
+        kind = Unreadable if isinstance(failure[0], Unreadable | OSError) else Damaged
+        raise kind(in_words(failure[0])) from None
+    finally:
+        reader.close()
 
 
 def _finish(acts: list[Callable[[], None]]) -> None:
@@ -87,8 +91,13 @@ def _finish(acts: list[Callable[[], None]]) -> None:
             raise Damaged(f"its random state is invalid ({str(error)[:200]})") from None
 
 
-def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Return the result of `act`; raise the first rank's Damaged, Unreadable or Mismatch on all ranks."""
+def _agreed(
+    act: Callable[[], Any], group: dist.ProcessGroup | None, stage: str = "an exchange of control values"
+) -> Any:
+    """Return the result of `act`; raise the first rank's Damaged, Unreadable or Mismatch on all ranks.
+
+    `stage` is what the ranks wait for each other in.
+    """
     result: Any = None
     problem: Exception | None = None
     try:
@@ -97,7 +106,7 @@ def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
         problem = error
     except OSError as error:
         problem = Unreadable(f"{error.filename or 'a file of it'} cannot be read: {error.strerror or error}")
-    problem = first_problem(problem, (Damaged, Unfinished, Unreadable, state.Mismatch), group)
+    problem = first_problem(problem, (Damaged, Unfinished, Unreadable, state.Mismatch), group, stage)
     if problem is not None:
         raise problem
     return result
@@ -126,9 +135,11 @@ def resume(
     if members_of(engine).rank == 0:
         for step in Folder(folder).recover():
             say(f"checkpoint of step {step} restored: its replacement was not finished")
-    found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
-    if group is not None:
-        found = exchange_json(found, group)[0]  # rank 0's view counts: all must try the same ones
+    found: list[tuple[int, str]] = []
+    if members_of(engine).rank == 0:
+        found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
+    if group is not None:  # rank 0's view counts: all must try the same ones
+        found = broadcast_json(found, group)
     damaged = []
     for step, path in found:
         try:

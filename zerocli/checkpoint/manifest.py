@@ -6,20 +6,25 @@ then it is still validated: no name that leads out of the folder, no link, no pi
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from zerocli.checkpoint.boxes import tile
 from zerocli.checkpoint.folder import MANIFEST, STEP, UNFINISHED
+from zerocli.garbage import paused
 from zerocli.regular_files import NotRegular, kind_of, open_regular, unique_names
 
 if TYPE_CHECKING:
@@ -32,6 +37,10 @@ MAX_NBYTES = 1 << 30
 """Maximum bytes of a manifest."""
 MAX_PIECE_NBYTES = 1 << 28
 """Maximum bytes of a piece: each is held whole while it is hashed."""
+MOST = 2**63
+"""More than any number in a manifest."""
+NUM_THREADS = 16
+"""Files that are looked at concurrently: a shared file system takes milliseconds for each."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -55,8 +64,7 @@ class Unfinished(Damaged):
     """A checkpoint that was still being written when its run ended: nothing was lost that was reported saved."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor, and the bytes of a file that hold it."""
 
     offsets: tuple[int, ...]
@@ -110,8 +118,12 @@ class Manifest:
         return sum(self.files.values())
 
 
+@paused()
 def encode(manifest: Manifest) -> bytes:
-    """Return the contents of the manifest file."""
+    """Return the contents of the manifest file; raise ValueError if the pieces of a tensor do not tile it."""
+    for name, tensor in manifest.tensors.items():
+        if not tile(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):
+            raise ValueError(f"the pieces of {name} do not cover it exactly")
     files = sorted(manifest.files)
     place = {name: i for i, name in enumerate(files)}
     body = {
@@ -133,6 +145,7 @@ def encode(manifest: Manifest) -> bytes:
     return _HEAD + hashlib.sha256(text).hexdigest().encode() + _MIDDLE + text + _TAIL
 
 
+@paused()
 def decode(data: bytes) -> Manifest:
     """Return the manifest in a file; raise Damaged if it is not valid."""
     start = len(_HEAD) + 64
@@ -152,7 +165,7 @@ def decode(data: bytes) -> Manifest:
             found = str(body["version"])[:40]
             raise Damaged(f"it has format version {found}; this zerocli reads versions up to {VERSION}")
         return _judge(body)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError, OverflowError) as error:
         raise Damaged(f"its manifest is malformed ({type(error).__name__}: {str(error)[:200]})") from None
 
 
@@ -163,37 +176,54 @@ def _judge(body: dict[str, Any]) -> Manifest:
             raise Damaged(f"its manifest names a file {name[:80]!r}, which is not a file of a checkpoint")
     if len(files) != len(body["files"]):
         raise Damaged("its manifest names a file twice")
-    names = list(files)
     tensors: dict[str, Tensor] = {}
     for name, entry in body["tensors"].items():
         shape = tuple(_natural(n) for n in entry["shape"])
-        tensor = Tensor(DTYPES[entry["dtype"]], shape)
-        for offsets, sizes, file, position, digest in entry["pieces"]:
-            piece = Piece(
-                tuple(_natural(n) for n in offsets),
-                tuple(_natural(n) for n in sizes),
-                names[_natural(file)],
-                _natural(position),
-                str(digest),
-            )
-            if not all(a + b <= c for a, b, c in zip(piece.offsets, piece.sizes, shape, strict=True)):
-                raise Damaged(f"a piece of {name} is outside its shape")
-            nbytes = piece.numel * tensor.dtype.itemsize
-            if piece.position + nbytes > files[piece.file]:
-                raise Damaged(f"a piece of {name} is outside {piece.file}")
-            if nbytes > MAX_PIECE_NBYTES:
-                raise Damaged(f"a piece of {name} has {nbytes} bytes, more than any has")
-            tensor.pieces.append(piece)
-        if not tile(shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):
+        dtype = DTYPES[entry["dtype"]]
+        pieces = _pieces(name, entry["pieces"], shape, dtype.itemsize, files)
+        if not tile(shape, [(piece.offsets, piece.sizes) for piece in pieces]):
             raise Damaged(f"the pieces of {name} do not cover it exactly")
-        tensors[name] = tensor
+        tensors[name] = Tensor(dtype, shape, pieces)
     if not isinstance(body["values"], dict):
         raise Damaged("its manifest has no values")
     return Manifest(_natural(body["step"]), tensors, files, body["values"], body["version"])
 
 
+def _pieces(name: str, rows: list[Any], shape: tuple[int, ...], itemsize: int, files: dict[str, int]) -> list[Piece]:
+    """Return the pieces of a tensor; raise Damaged for one that is outside of its tensor or its file.
+
+    Checked all at once: a checkpoint of thousands of ranks has millions.
+    """
+    if not {(len(offsets), len(sizes)) for offsets, sizes, *_ in rows} <= {(len(shape), len(shape))}:
+        raise ValueError(f"a piece of {name} has other dimensions")
+    found = [(*offsets, *sizes, file, position) for offsets, sizes, file, position, _ in rows]
+    if not set(map(type, itertools.chain.from_iterable(found))) <= {int}:
+        raise ValueError(f"a piece of {name} has what is not a natural number")
+    table = np.array(found, dtype=np.int64).reshape(len(rows), 2 * len(shape) + 2)
+    if (table < 0).any():
+        raise ValueError(f"a piece of {name} has what is not a natural number")
+    offsets, sizes = table[:, : len(shape)], table[:, len(shape) : -2]
+    file, position = table[:, -2], table[:, -1]
+    names, ends = list(files), np.array(list(files.values()) or [0], dtype=np.int64)
+
+    def refuse(wrong: Any, words: Callable[[Any], str]) -> None:
+        """Raise Damaged for the first row that is wrong."""
+        if wrong.any():
+            raise Damaged(f"a piece of {name} {words(rows[int(np.flatnonzero(wrong)[0])])}")
+
+    limits = np.array(shape, dtype=np.int64)
+    outside = (offsets > limits) | (sizes > limits - np.minimum(offsets, limits))
+    refuse(outside.any(1), lambda row: "is outside its shape")
+    refuse(file >= len(files), lambda row: f"is in file {row[2]} of {len(files)}")
+    nbytes = sizes.astype(np.float64).prod(1) * itemsize  # exact up to the limit below
+    last = ends[file] - np.minimum(nbytes, float(MOST // 2)).astype(np.int64)
+    refuse(position > last, lambda row: f"is outside {names[row[2]]}")
+    refuse(nbytes > MAX_PIECE_NBYTES, lambda row: f"has {math.prod(row[1]) * itemsize} bytes, more than any has")
+    return [Piece(tuple(o), tuple(s), names[number], at, str(sha)) for o, s, number, at, sha in rows]
+
+
 def _natural(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST:
         raise ValueError(f"{str(value)[:40]!r} is not a natural number")
     return value
 
@@ -210,8 +240,11 @@ def open_file(folder: Path, name: str) -> int:
         raise Unreadable(f"{folder / name} cannot be opened: {error.strerror}") from None
 
 
-def read(folder: Path) -> Manifest:
-    """Return a checkpoint's manifest, after checking the sizes of its files; raise Damaged or Unfinished."""
+def read(folder: Path, sizes: bool = True) -> Manifest:
+    """Return a checkpoint's manifest, after checking the `sizes` of its files; raise Damaged or Unfinished.
+
+    Of many ranks that read it only one checks the sizes: there are as many files as ranks that saved.
+    """
     if folder.is_symlink():
         raise Damaged("it is a link")
     if not (folder / MANIFEST).exists() and not (folder / MANIFEST).is_symlink() and (folder / UNFINISHED).exists():
@@ -229,10 +262,18 @@ def read(folder: Path) -> Manifest:
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         raise Damaged(f"its manifest is of step {manifest.step}, its folder of step {int(named[1])}")
-    for name, expected in manifest.files.items():
-        fd = open_file(folder, name)
-        nbytes = os.fstat(fd).st_size
-        os.close(fd)
-        if nbytes != expected:
-            raise Damaged(f"{name} has {nbytes} bytes, not {expected}")
+    if sizes:
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            found = threads.map(functools.partial(_file_nbytes, folder), manifest.files)
+            for (name, expected), nbytes in zip(manifest.files.items(), found, strict=True):
+                if nbytes != expected:
+                    raise Damaged(f"{name} has {nbytes} bytes, not {expected}")
     return manifest
+
+
+def _file_nbytes(folder: Path, name: str) -> int:
+    fd = open_file(folder, name)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.store import connecting_when_needed
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
@@ -39,7 +40,7 @@ def control_group(engine: Engine) -> dist.ProcessGroup | None:
         return None
     ranks = list(members_of(engine).ranks)
     some = len(ranks) < dist.get_world_size()  # the other ranks do not call this
-    with STARTUP.waiting("making the process group of checkpoints"):
+    with STARTUP.waiting("making the process group of checkpoints"), connecting_when_needed():
         group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
     return group
 

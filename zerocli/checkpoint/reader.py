@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections import defaultdict, deque
 from collections.abc import Generator
 from concurrent.futures import Future as HostFuture
@@ -40,27 +41,30 @@ class Reader(StorageReader):
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
         self.folder = folder
         self.manifest = read(folder) if manifest is None else manifest
-        self._fds: dict[str, int] = {}
-        self._direct: dict[str, int] = {}
+        self._fds: dict[str, tuple[int, int | None]] = {}
+        """Of each file that something was read from: its descriptor, and one that bypasses the page cache."""
+        self._opening = threading.Lock()
         # Adjacent boxes often share a piece.
         self._cached = functools.lru_cache(maxsize=MAX_READS)(self.piece)
 
     def close(self) -> None:
-        for fd in (*self._fds.values(), *self._direct.values()):
+        for fd in (fd for pair in self._fds.values() for fd in pair if fd is not None):
             os.close(fd)
-        self._fds, self._direct = {}, {}
+        self._fds = {}
         self._cached.cache_clear()
 
-    def open(self) -> Reader:
-        """Open every file; refuse anything that is not a regular file in the folder."""
-        for name in self.manifest.files:
-            fd = self._fds[name] = open_file(self.folder, name)
-            with contextlib.suppress(OSError, AttributeError):  # reopen the same file, even if it was renamed
-                self._direct[name] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        return self
+    def _opened(self, name: str) -> tuple[int, int | None]:
+        """Return the descriptors of a file; refuse anything that is not a regular file in the folder."""
+        with self._opening:
+            if name not in self._fds:
+                fd, direct = open_file(self.folder, name), None
+                with contextlib.suppress(OSError, AttributeError):  # reopen the same file, even if it was renamed
+                    direct = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                self._fds[name] = fd, direct
+            return self._fds[name]
 
     def __enter__(self) -> Reader:
-        return self.open()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -72,9 +76,9 @@ class Reader(StorageReader):
         tensor = self.manifest.tensors[name]
         piece = tensor.pieces[index]
         nbytes = piece.numel * tensor.dtype.itemsize
+        fd, direct = self._opened(piece.file)
         try:
-            direct = self._direct.get(piece.file)
-            memory = pread(self._fds[piece.file], nbytes, piece.position, direct, STARTUP.move)
+            memory = pread(fd, nbytes, piece.position, direct, STARTUP.move)
         except OSError as error:
             raise Unreadable(
                 f"{self.folder / piece.file} cannot be read at byte {piece.position} ({name}): {error.strerror}"

@@ -33,6 +33,7 @@ from zerocli.engine.engine import Engine
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.loss import Severed, severed
 from zerocli.ranks.progress import Progress
+from zerocli.ranks.words import by_words, named
 
 BUFFER_NBYTES = 1 << 30
 WORTH_SAYING_SECONDS = 0.5
@@ -62,7 +63,7 @@ class Saver:
         if self._rank == 0:
             with contextlib.suppress(OSError):  # then each save fails and reports why
                 make_folder(self.folder.path)
-        written = sum(part.nbytes for part in state.state_parts(engine))
+        written = sum(part.nbytes for part in state.owned_parts(engine))
         self._buffer_nbytes, self._advised = self._affordable(buffer_nbytes, written), False
         self._slots = Slots(self._buffer_nbytes, engine.device)
         if asynchronous and engine.device.type == "cuda":  # before the first step, not within one
@@ -189,15 +190,13 @@ def describe(error: BaseException) -> str:
     if (lost := severed(error)) is not None:
         return f"another rank was lost ({lost.reason})"
     if not isinstance(error, CheckpointException):
-        return _words(error)
-    causes = {rank: _words(failure[0]) for rank, failure in error.failures.items()}
-    alike = len(set(causes.values())) == 1 and len(causes) > 1
-    if alike:
-        return f"{next(iter(causes.values()))} (ranks {', '.join(map(str, causes))})"
-    return "; ".join(f"{words} (rank {rank})" for rank, words in causes.items())
+        return in_words(error)
+    causes = by_words({rank: in_words(failure[0]) for rank, failure in error.failures.items()})
+    return "; ".join(f"{words} ({named(ranks)})" for words, ranks in causes.items())
 
 
-def _words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
+    """Return a one-line description of an error on one rank."""
     if isinstance(error, OSError) and error.errno:
         where = f": {error.filename}" if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

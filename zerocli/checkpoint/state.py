@@ -70,6 +70,11 @@ def state_parts(engine: Engine) -> Iterator[Part]:
             yield from _parts(engine, flat, array, prefix)
 
 
+def owned_parts(engine: Engine) -> Iterator[Part]:
+    """Yield what this rank writes of `state_parts`: of ranks that hold the same slices, the first writes them."""
+    return state_parts(engine) if engine.replicas.rank == 0 else iter(())
+
+
 def _elsewhere(engine: Engine, name: str) -> bool:
     """Return whether a parameter belongs to a frozen base, which checkpoints do not hold."""
     base = engine.settings.loaded_base
@@ -102,7 +107,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts and the values of a step; nothing large is copied. Collective."""
     engine.synchronize()
     rank = members_of(engine).rank
-    parts = list(state_parts(engine))
+    parts = list(owned_parts(engine))
     buffers = {name: _packed(b) for name, b in persistent_buffers(engine.model)}
     objects = {name: _written(name, value) for name, value, _ in saved_objects(engine.model)}
     differs = _differs_from_first(engine, buffers | objects)  # collective: every rank calls it, rank 0 too
@@ -366,8 +371,8 @@ def spread(engine: Engine) -> None:
             _spread_held(engine, flat)
             _spread_parameters(flat)
         if flat.resident is not None and flat.shard is not None:
-            engine.collectives.all_gather(flat.resident, flat.shard).wait()
-    engine.collectives.take_nbytes()
+            engine.shards.all_gather(flat.resident, flat.shard).wait()
+    engine.forget_traffic()
 
 
 def _spread_held(engine: Engine, flat: Flat) -> None:
@@ -378,7 +383,7 @@ def _spread_held(engine: Engine, flat: Flat) -> None:
     for array in (flat.master, flat.remainder, high, *flat.states.values()):
         if array is not None:
             array = array.view(torch.bfloat16) if array.dtype == torch.int16 else array  # bytes that collectives know
-            engine.collectives.all_gather(array, array[flat.own.start : flat.own.stop]).wait()
+            engine.shards.all_gather(array, array[flat.own.start : flat.own.stop]).wait()
 
 
 def _spread_parameters(flat: Flat) -> None:

@@ -34,7 +34,7 @@ STEPS = 3
 LARGEST = {"train.batch": 2, "train.seq": 128}
 """Maximum sizes unless the user sets them: little data shows differences as well as much."""
 CHECKLIST, RESULTS = "checklist.json", "results.jsonl"
-FLAGS = ("nvme_path", "ranks", "tp", "batch", "seq", "precision", "data", "seed", "lora", "base")
+FLAGS = ("nvme_path", "ranks", "tp", "shard_ranks", "batch", "seq", "precision", "data", "seed", "lora", "base")
 """Those of `train` that set the same config keys here."""
 
 
@@ -45,6 +45,7 @@ FLAGS = ("nvme_path", "ranks", "tp", "batch", "seq", "precision", "data", "seed"
 @click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; by default a temporary one.")
 @click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU.")
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
+@click.option("--shard-ranks", type=int, metavar="N", help="Partition within groups of N ranks, which hold copies.")
 @click.option("--steps", type=click.IntRange(1), default=STEPS, show_default=True, help="Optimizer steps to compare.")
 @click.option(
     "--batch", type=int, metavar="N", help="Sequences per rank and micro-step; by default the config's, at most 2."
@@ -119,7 +120,7 @@ def _own_loop(
     """Check a user's own loop; exit code 0 only if every row equals plain torch."""
     if not given["loop"]:
         raise UserError("--optimizer is that of a loop of your own", hint="--loop package.module:function")
-    without = ("nvme_path", "tp", "steps", "batch", "seq", "precision", "data", "everything")
+    without = ("nvme_path", "tp", "shard_ranks", "steps", "batch", "seq", "precision", "data", "everything")
     for name in without:
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             flag = "all" if name == "everything" else name.replace("_", "-")
@@ -223,8 +224,9 @@ def _choose(
     missing = machine.missing_compiler(on_gpu=num_gpus > 0)
     if missing:
         tell(f"no compiled rows: {missing}")
-    replicas = num_ranks // config.parallel.tp
-    rows = choose_rows(stages, offloads, numel, replicas, nvme, not missing, given["everything"])
+    configs.refuse_shard_ranks(config.parallel, num_ranks)
+    shards = config.parallel.shard_ranks or num_ranks // config.parallel.tp
+    rows = choose_rows(stages, offloads, numel, shards, nvme, not missing, given["everything"])
     return config, Checklist(rows, given["steps"]), num_ranks
 
 
@@ -241,7 +243,7 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
         numel = run_shape(config).numel
         alone = dataclasses.replace(
             config,
-            parallel=dataclasses.replace(config.parallel, ranks=1, tp=1),
+            parallel=dataclasses.replace(config.parallel, ranks=1, tp=1, shard_ranks=0),
             zero=dataclasses.replace(config.zero, stage=0),
             offload=dataclasses.replace(config.offload, placement=Placement()),
         )

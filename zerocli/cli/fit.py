@@ -40,6 +40,7 @@ LONGEST_NAME = 60
 @click.option("--ranks", type=int, metavar="N", help="GPUs in all; by default one node's.")
 @click.option("--ranks-per-node", type=int, metavar="N", help="GPUs per node; they share its host memory and disks.")
 @click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.")
+@click.option("--shard-ranks", type=int, metavar="N", help="Partition within groups of N ranks, which hold copies.")
 @click.option("--gpu-memory", metavar="SIZE", help="Memory per GPU, such as 80GiB.")
 @click.option("--host-memory", metavar="SIZE", help="Host memory per node.")
 @click.option("--nvme-space", metavar="SIZE", help="Disk space per node; 0: no disks.")
@@ -146,12 +147,13 @@ def _train_command(model: str, ask: Question, verdict: Verdict, sets: tuple[str,
         words[:2] = [f"torchrun --nnodes {nodes} --nproc-per-node {setup.ranks_per_node} -m zerocli train"]
     else:
         words.append(f"--ranks {setup.ranks}")
-    found = {name: given[name] for name in ("tp", "lora", "base", "batch", "seq", "precision")}
+    found = {name: given[name] for name in ("tp", "shard_ranks", "lora", "base", "batch", "seq", "precision")}
     if setup.precision == "fp16":
         found["precision"] = "fp16"
     if ask.largest:
         found[ask.largest] = largest_value(verdict)
-    words += [f"--{name} {value}" for name, value in found.items() if value is not None and f"--{name} " not in flags]
+    named_flags = {f"--{name.replace('_', '-')}": value for name, value in found.items() if value is not None}
+    words += [f"{flag} {value}" for flag, value in named_flags.items() if f"{flag} " not in flags]
     words += [f"--set {quoted(text)}" for text in sets]
     if hub.is_model(model) and not any(text.startswith("data.") for text in sets):
         words.append("--data FILE")

@@ -72,7 +72,10 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
         notes.append(_on_saves(saved, setup))
     if ask.budget is not None and verdict.candidates[0].estimate is None:
         notes.append("--tokens needs the time of a step, which is estimated for models with a shape")
-    return dataclasses.replace(verdict, notes=tuple(notes), budget=ask.budget)
+    groups: list[search.Candidate] = []
+    if given["shard_ranks"] is not None and not ask.largest:
+        groups = search.weigh_groups(planned, verdict.nearest.setup, hardware)
+    return dataclasses.replace(verdict, notes=tuple(notes), budget=ask.budget, groups=tuple(groups))
 
 
 def _largest(

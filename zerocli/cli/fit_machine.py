@@ -58,7 +58,7 @@ def choose_setup(
 ) -> tuple[Setup, list[str]]:
     """Return the setup from config and flags, and notes about assumptions; `free` are the keys of `--auto`."""
     notes = []
-    for name in ("ranks", "ranks_per_node", "tp"):
+    for name in ("ranks", "ranks_per_node", "tp", "shard_ranks"):
         if (given[name] or 0) >= 2**63:
             raise UserError(f"--{name.replace('_', '-')} {quote(given[name])} is beyond 64 bits")
     ranks, tp = given["ranks"], given["tp"] if given["tp"] is not None else source.config.parallel.tp
@@ -71,7 +71,9 @@ def choose_setup(
         if ranks > per_node and ranks % per_node:
             per_node = math.gcd(ranks, per_node)
     config = with_dividing_batch(source.config, ranks, tp) if "train.batch" in free else source.config
-    setup = setup_of(config, ranks=ranks, tp=tp, ranks_per_node=per_node, runtime=runtime)
+    shard_ranks = given["shard_ranks"] if given["shard_ranks"] is not None else config.parallel.shard_ranks
+    about = {"ranks": ranks, "tp": tp, "shard_ranks": shard_ranks, "ranks_per_node": per_node}
+    setup = setup_of(config, **about, runtime=runtime)
     if setup.precision == "bf16" and not hardware.bf16:
         sets = [text.partition("=")[0].strip() for text in given["sets"]]
         asked = given["precision"] is not None or "train.precision" in sets

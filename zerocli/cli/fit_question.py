@@ -105,7 +105,8 @@ def flags_of(given: Mapping[str, Any]) -> dict[str, object]:
 
 def free_keys(given: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys that `--auto` chooses: those that the command line does not set."""
-    return automatic_keys(given["sets"], {**flags_of(given), "zero.stage": given["stage"]})
+    others = {"zero.stage": given["stage"], "parallel.shard_ranks": given["shard_ranks"]}
+    return automatic_keys(given["sets"], {**flags_of(given), **others})
 
 
 def as_trained(model: str, sets: tuple[str, ...], given: Mapping[str, Any]) -> tuple[tuple[str, ...], list[str]]:

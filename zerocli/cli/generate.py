@@ -161,6 +161,7 @@ def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Con
     if not path:
         raise UserError(f"{run_dir}: has no config.json", hint="zerocli export RUN FOLDER, then generate from FOLDER")
     flags = {"train.precision": given["precision"], "zero.stage": given["stage"], "parallel.tp": 1}
+    flags["parallel.shard_ranks"] = 0
     flags |= {"train.accumulate": 1, "train.global_batch": 0, "train.log_to": ()}
     if not any(text.startswith("offload.") for text in given["sets"]):
         flags["offload.placement"] = given["offload"] or ""

@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from zerocli import allocator, console
-from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, UserError, closest
+from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, Told, UserError, closest
 
 # name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
 COMMANDS = {
@@ -128,7 +128,8 @@ def run(args: Sequence[str] | None = None) -> int:
     except UserError as error:
         from zerocli.cli import usage
 
-        return _fail(describe(str(error), usage.way_on(error, words, COMMANDS)), error.exit_code)
+        text = describe(str(error), usage.way_on(error, words, COMMANDS))
+        return _fail(text, error.exit_code, told=isinstance(error, Told))
     except MemoryError:
         return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), FAILURE)
     except OSError as error:
@@ -170,13 +171,14 @@ def _own_traceback(error: Exception) -> str:
     return "".join(traceback.format_exception(type(error), error, frame))
 
 
-def _fail(text: str, code: int) -> int:
+def _fail(text: str, code: int, told: bool = False) -> int:
+    """Report a failure, unless another rank has `told` the user; return its exit code."""
     if _wants_traceback() and code in (USAGE, DOES_NOT_FIT):
         text = f"{traceback.format_exc()}{text}"
     if _is_rank():
         from zerocli.ranks import worker
 
-        if worker.record_failure(text, code):
+        if worker.record_failure(text, code) or told:
             return code
     console.say(text)
     return code

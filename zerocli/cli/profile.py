@@ -24,7 +24,7 @@ from zerocli.errors import DOES_NOT_FIT, OK, UserError
 from zerocli.ranks.worker import die_with_parent, worker_environment
 from zerocli.run.automatic import choose_or_nearest
 from zerocli.run.folders.folder import run_folder
-from zerocli.run.processes import launch
+from zerocli.run.processes import launch, preempt
 
 STEPS = 6
 """Default number of steps: memory is followed in two, the others are timed."""
@@ -161,7 +161,8 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     if not worker:
         return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
     os.environ.update(worker)
-    launch.refuse_worker(config, options, worker)
+    preempt.note_signals(launch.saves(config))
+    options = launch.with_refusal(config, options, worker)
     with run_folder(run_dir):
         from zerocli.profile.profiler import Profiler
         from zerocli.profile.reporter import Reporter, recording
@@ -169,7 +170,9 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
 
         reporter = Reporter(given["html"] or "", given["trace_file"] or "", before)
         with recording(given["snapshot"] or ""):
-            return trainer.work(config, options, Profiler(reporter, follow=config.model.compile is not True))
+            code = trainer.work(config, options, Profiler(reporter, follow=config.model.compile is not True))
+    preempt.ignore_signals()
+    return code
 
 
 def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:

@@ -26,7 +26,7 @@ from zerocli.errors import OK, UserError
 from zerocli.ranks.worker import die_with_parent, job_name, worker_environment
 from zerocli.regular_files import read_regular
 from zerocli.run.folders.folder import run_folder
-from zerocli.run.processes import launch
+from zerocli.run.processes import launch, preempt
 
 RUNS = "runs"
 # Parameter of the command -> the config key that it sets.
@@ -36,6 +36,7 @@ KEYS = {
     "nvme_path": "offload.nvme_path",
     "ranks": "parallel.ranks",
     "tp": "parallel.tp",
+    "shard_ranks": "parallel.shard_ranks",
     "steps": "train.steps",
     "epochs": "train.epochs",
     "batch": "train.batch",
@@ -86,6 +87,12 @@ def config_options(function: Callable[..., Any], shown: Mapping[str, str] = DEFA
         click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
         click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
         click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.  [default: 1]"),
+        click.option(
+            "--shard-ranks",
+            type=int,
+            metavar="N",
+            help="Partition within groups of N data-parallel ranks, which hold copies.  [default: all]",
+        ),
         click.option("--steps", type=int, metavar="N", help=f"Optimizer steps.  [default: {shown['steps']}]"),
         click.option("--epochs", type=float, metavar="N", help="Passes over the data, instead of --steps."),
         click.option(
@@ -170,24 +177,26 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
 
     if given["resume"] and run_dir:
         refuse_no_run(ctx, run_dir, arguments(ctx), worker)
-    fresh = run_dir is None and not given["resume"]
-    resume = given["resume"]
+    resume, named = given["resume"], run_dir is not None
     if worker and "ZEROCLI_PARENT" in os.environ:
         run_dir = os.environ["ZEROCLI_RUN_DIR"]
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
-    if worker:
-        resume = resume or was_restarted(run_dir)
+    resume = resume or was_restarted(run_dir)
+    fresh = not named and not resume
     options = run_options(ctx, run_dir, resume, flags)
 
     if options.dry_run:
         return _dry_run(config, options, worker)
     if worker:
         os.environ.update(worker)
-        launch.refuse_worker(config, options, worker)
+        preempt.note_signals(launch.saves(config))
+        options = launch.with_refusal(config, options, worker)
         with run_folder(run_dir):
             from zerocli.run import trainer
 
-            return trainer.work(config, options)
+            code = trainer.work(config, options)
+        preempt.ignore_signals()
+        return code
     return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh, defaults=chosen)
 
 
@@ -300,7 +309,10 @@ def option_words(ctx: click.Context) -> list[str]:
 
 
 def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return runs/<name>-<id>, the same on all ranks: the job's id if there is one, else the time."""
+    """Return runs/<name>-<id>, the same on all ranks of a node: the job's id if there is one, else the time.
+
+    Under torchrun that is the time at which it was started; ranks start at different times.
+    """
     job = environ.get("SLURM_JOB_ID") if "SLURM_PROCID" in environ else None
     run = environ.get("TORCHELASTIC_RUN_ID", "none")
     if run != "none":
@@ -310,7 +322,8 @@ def default_run_dir(name: str, environ: Mapping[str, str] = os.environ) -> str:
     elif job:
         mark = f"job{job}"
     else:
-        mark = time.strftime("%Y%m%d-%H%M%S")
+        began = machine.started(os.getppid()) if "TORCHELASTIC_RUN_ID" in environ else None
+        mark = time.strftime("%Y%m%d-%H%M%S", time.localtime(began))
     return f"{RUNS}/{name}-{mark}"
 
 

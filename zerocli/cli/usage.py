@@ -33,6 +33,7 @@ _EXAMPLES = {
     "--precision": "bf16",
     "--stage": "3",
     "--tp": "2",
+    "--shard-ranks": "8",
     "--ranks": "2",
     "--epochs": "1",
     "--save-every": "100, or 0.25 of the run, or never",
@@ -126,8 +127,8 @@ def _after(problem: Problem) -> str:
     if flag := _PLACE.match(problem.place):
         return f"{flag[1]} {problem.suggestion or _example(flag[1])}" if _example(flag[1]) else ""
     named = [field for key, field in FIELDS.items() if short(key) == problem.fact.split()[0]]
-    if _VALUE.search(problem.fact) and len(named) == 1 and not given:
-        return f"{short_name(named[0])} = {json.dumps(_plain(named[0]))}, such as in zerocli configs show tiny"
+    if _VALUE.search(problem.fact) and len(named) == 1:
+        return f"{problem.fact.split()[0]} = {json.dumps(_plain(named[0]))}, such as in zerocli configs show tiny"
     return _WHOLE
 
 
@@ -183,11 +184,6 @@ def as_text(field: dataclasses.Field[Any]) -> str:
     if isinstance(value, list):
         return ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in value)
     return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
-
-
-def short_name(field: dataclasses.Field[Any]) -> str:
-    """Return a field's name as in files."""
-    return field.name.rstrip("_")
 
 
 def _option(error: NoSuchOption, args: Sequence[str], path: str) -> str:

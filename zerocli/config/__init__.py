@@ -19,7 +19,14 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
-from zerocli.config.sharding import Sharding, arguments_of, num_micro_steps, sharding_of, with_dividing_batch
+from zerocli.config.sharding import (
+    Sharding,
+    arguments_of,
+    num_micro_steps,
+    refuse_shard_ranks,
+    sharding_of,
+    with_dividing_batch,
+)
 from zerocli.layout.recompute import AUTO
 
 __all__ = [
@@ -49,6 +56,7 @@ __all__ = [
     "placement_at",
     "read_placement",
     "refuse_placement",
+    "refuse_shard_ranks",
     "sharding_of",
     "to_dict",
     "validate",

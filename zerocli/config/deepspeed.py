@@ -184,6 +184,8 @@ def _zero(reader: _Reader) -> None:
         reader.set("offload.placement", ",".join(placed))
     if paths:
         reader.set("offload.nvme_path", ",".join(dict.fromkeys(paths)))
+    if (shard_ranks := reader.number(f"{section}.mics_shard_size", -1)) > 0:
+        reader.set("parallel.shard_ranks", shard_ranks)
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if reader.take(f"{section}.{key}", False):
             reader.refuse(f"{section}.{key}", "collectives of quantized values change the numbers")

@@ -126,6 +126,10 @@ def _combine(
     if draft.values.get("model.factory") and is_file:
         fact = "a factory is code, and no code is run because a file says so: name it as CONFIG instead"
         draft.problems.append(Problem(draft.places["model.factory"], fact))
+    draft.drop_other_ways(
+        {text.partition("=")[0].strip() for text in sets}
+        | {key for key, value in (flags or {}).items() if value is not None}
+    )
     for text in sets:
         place = f"--set {text[:80]}"
         try:
@@ -149,6 +153,10 @@ def _asked_code(sets: Sequence[str], flags: Mapping[str, object] | None) -> str:
     return str((flags or {}).get(CODE) or (given or ["auto"])[-1])
 
 
+_OTHER_WAYS = {"train.steps": "train.epochs", "train.accumulate": "train.global_batch"}
+"""By key: another that says the same in another way, and that goes first if both are there."""
+
+
 class _Draft:
     """A config under construction: typed values, the place each came from, and the problems so far."""
 
@@ -167,6 +175,13 @@ class _Draft:
                 continue
             for key, value in table.items():
                 self.add(f"{section}.{key}", value, document.places.get(f"{section}.{key}", f"{section}.{key}"))
+
+    def drop_other_ways(self, given: set[str]) -> None:
+        """Drop what a file says in another way than a command line does."""
+        for key, other in _OTHER_WAYS.items():
+            if key in given and other not in given:
+                self.values.pop(other, None)
+                self.places.pop(other, None)
 
     def add(self, key: str, value: object, place: str, raw: str | None = None) -> None:
         """Set `key` to `value`; `raw` is the value's text if it came from a command line."""

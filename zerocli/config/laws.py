@@ -8,9 +8,9 @@ from typing import Any
 
 from zerocli.config.rope import broken_rope
 from zerocli.config.schema import FIELDS, Config, LoraConfig, get, short
-from zerocli.errors import Problem, closest, quote
+from zerocli.errors import Problem, WrongValue, closest, quote
 from zerocli.layout.ranges import parse_ranges
-from zerocli.layout.shards import nearest_divisor
+from zerocli.layout.shards import check_shard_ranks, nearest_divisor
 
 _Found = tuple[tuple[str, ...], *tuple[str, ...]]
 """Keys, and the fact, what was probably meant and the hint of their `Problem`; the last two may be left out."""
@@ -29,7 +29,8 @@ def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
         if fact:
             bad.add(key)
             yield (key,), Problem(key, f"{short(key)} {fact}", meant)
-    checks = (_cross_checks(config, bad), _tp_checks(config, bad), _loop_checks(config), _lora_checks(config))
+    sizes = (_cross_checks(config, bad), _tp_checks(config, bad), _shard_checks(config, bad))
+    checks = (*sizes, _loop_checks(config), _lora_checks(config))
     for keys, *about in itertools.chain(*checks):
         yield keys, Problem(keys[0], *about)
 
@@ -118,6 +119,16 @@ def _tp_checks(config: Config, bad: set[str]) -> Iterator[_Found]:
                 more = f", or --ranks {-(-number // tp) * tp}" if key == "parallel.ranks" else ""
                 fact = f"tp {tp} does not divide {short(key)} {number}"
                 yield ("parallel.tp", key), fact, f"tp {nearest}", f"--tp {nearest}{more}"
+
+
+def _shard_checks(config: Config, bad: set[str]) -> Iterator[_Found]:
+    """Yield (keys, fact, nearest number, hint) if groups of ranks do not tile the data-parallel ranks."""
+    ranks, tp, shard_ranks = config.parallel.ranks, config.parallel.tp, config.parallel.shard_ranks
+    if not bad.intersection(("parallel.ranks", "parallel.tp", "parallel.shard_ranks")) and ranks and ranks % tp == 0:
+        try:
+            check_shard_ranks(shard_ranks, ranks // tp)
+        except WrongValue as error:
+            yield ("parallel.shard_ranks", "parallel.ranks"), str(error), "", error.hint
 
 
 def _lora_checks(config: Config) -> Iterator[_Found]:

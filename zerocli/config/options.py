@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-AUTOMATIC = ("zero.stage", "offload.placement", "activations.policy", "train.batch", "model.compile")
+from zerocli.errors import UserError
+
+AUTOMATIC = (
+    *("zero.stage", "offload.placement", "activations.policy", "train.batch", "model.compile"),
+    "parallel.shard_ranks",
+)
 """The keys that `--auto` chooses unless the command line sets them."""
 
 
@@ -36,5 +41,7 @@ class RunOptions:
     """What `--auto` chooses, of `AUTOMATIC`; empty without it."""
     events: Sequence[Any] = ()
     """Subscribers to the run's events, from its start: objects of `zerocli.engine.events.Events`."""
+    refused: UserError | None = field(default=None, compare=False)
+    """Why the run does not fit this node, one of several: rank 0 shows it."""
     command: str = field(default="", compare=False)
     """The command line, for the profile's page."""

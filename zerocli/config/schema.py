@@ -124,6 +124,8 @@ class TrainConfig:
     """Folder with safetensors whose weights the run starts from; empty = new ones."""
     watchdog: float = setting(600.0, least=0)
     """Seconds after which a collective, transfer, save or stage of the start that is stuck ends the run; 0 = never."""
+    adapt: bool | str = setting("auto", choices=("auto", True, False))
+    """Whether the placement changes where steps measure other than was planned; auto = with --auto, on CPUs."""
     log_every: int = setting(10, least=1)
     """Steps between two lines of progress where there is no terminal."""
     eval_every: int = setting(0, least=0, share=True)
@@ -319,6 +321,8 @@ class ParallelConfig:
     """Processes in all; 0 = one a GPU, or 2 without a GPU."""
     tp: int = setting(1, least=1)
     """Ranks that split each layer between them (tensor parallel); they divide `ranks`."""
+    shard_ranks: int = setting(0, least=0)
+    """Neighbouring data-parallel ranks over which states are partitioned; other groups hold copies. 0 = all ranks."""
 
 
 PRESETS: dict[str, dict[str, object]] = {

@@ -26,10 +26,11 @@ from zerocli.config.schema import (
     TrainConfig,
     ZeroConfig,
 )
-from zerocli.errors import UserError
+from zerocli.errors import UserError, user_error
 from zerocli.layout.codecs import BASES, CODECS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.recompute import NOTHING, WHOLE, Recompute, read_recompute
+from zerocli.layout.shards import check_shard_ranks
 from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
 
@@ -83,6 +84,9 @@ class Sharding:
     """What frozen matrices of repeated blocks are stored in: `nf4`, `int8`, or empty: as they compute."""
     tp: int = ParallelConfig.tp
     """Number of neighbouring ranks that split each layer between them."""
+    shard_ranks: int = ParallelConfig.shard_ranks
+    """Number of neighbouring data-parallel ranks over which states are partitioned; other groups of as many hold
+    copies. 0: all of them."""
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
@@ -161,6 +165,7 @@ def sharding_of(config: Config) -> Sharding:
         read_ahead_nbytes=config.offload.read_ahead,
         verify=config.offload.verify,
         tp=config.parallel.tp,
+        shard_ranks=config.parallel.shard_ranks,
     )
 
 
@@ -172,6 +177,17 @@ def arguments_of(config: OptimizerConfig) -> dict[str, Any]:
         "sgd": {"momentum": config.momentum},
     }
     return {**own.get(config.name.lower(), {}), **config.options}
+
+
+def refuse_shard_ranks(parallel: ParallelConfig, ranks: int, local: int = 0) -> None:
+    """Raise UserError if the data-parallel ones of `ranks` ranks cannot be divided into groups as the config asks.
+
+    `local` are the ranks of a node, if that is known.
+    """
+    try:
+        check_shard_ranks(parallel.shard_ranks, ranks // parallel.tp, local // parallel.tp)
+    except ValueError as error:
+        raise user_error(error) from error
 
 
 def with_dividing_batch(config: Config, ranks: int, tp: int) -> Config:

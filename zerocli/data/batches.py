@@ -252,7 +252,7 @@ class DocumentBatches(Batches):
 
 
 class Prefetcher:
-    """Hands out a rank's micro-batches in order, from `start_step` on, while a thread prepares the next `depth`.
+    """Hands out a rank's micro-batches in order, from `start_step` on, while a thread prepares the next two.
 
     With a CUDA device the thread pins them, and the copy is queued on the caller's stream. `steps`, where given, is
     the last step; after it the iteration ends. An error in the thread is raised to the caller.
@@ -266,7 +266,6 @@ class Prefetcher:
         world: int = 1,
         device: "str | torch.device" = "cpu",
         steps: int | None = None,
-        depth: int = 2,
     ):
         import torch
 
@@ -275,7 +274,6 @@ class Prefetcher:
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._depth = depth
         self._ready: deque[Batch] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -348,7 +346,7 @@ class Prefetcher:
                 if self._device.type == "cuda":
                     batch = tuple(part.pin_memory() for part in batch)
                 with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
+                    self._changed.wait_for(lambda: len(self._ready) < 2 or self._closed)
                     if self._closed:
                         return
                     self._ready.append(batch)

@@ -35,6 +35,7 @@ from zerocli.ranks.deadlock import Monitor
 from zerocli.ranks.exchange import gather_json, gather_padded
 from zerocli.ranks.issued import Issued
 from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.words import said_of
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
@@ -193,10 +194,7 @@ class Channel:
 
     def _differing(self, said: list[str]) -> Disagreed:
         """Return the error that names what each rank calls."""
-        by_words: dict[str, list[int]] = {}
-        for rank, words in zip(self.ranks, said, strict=True):
-            by_words.setdefault(words, []).append(rank)
-        facts = ", ".join(f"{_ranks(ranks)} {words}" for words, ranks in by_words.items())
+        facts = said_of(dict(zip(self.ranks, said, strict=True)), ", ")
         return Disagreed(
             f"the ranks do not make the same calls: {facts}. Every rank must call backward, step and the engine's "
             "other collective methods equally often, in the same order"
@@ -343,11 +341,9 @@ class Agreement:
         alone = self._collectives.world == 1 or self._collectives.backend == "fake"
         if alone or self.active or (self.channel is not None and len(trace) == 1):
             return None
-        mine = torch.full((1,), _code(repr(trace)), dtype=torch.int64, device=self._collectives.device)
-        everyone = self._collectives.gather_control(mine)
-        differs = (everyone != everyone[0]).any().float()
-        self._suspect = Readback(differs.view(1)), trace
-        return differs
+        differs = 1 - self._collectives.alike(_code(repr(trace)))
+        self._suspect = Readback(differs), trace
+        return differs.squeeze()
 
     def refuse(self) -> None:
         """Raise Refused if ranks differed in the step compared last; the host waits for that result."""
@@ -358,17 +354,23 @@ class Agreement:
         everyone, _ = gather_padded(mine, self._collectives.gather_control, padding=-1)
         at = int((everyone != everyone[0]).any(0).nonzero()[0])
         if at == 0:
-            made = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(everyone[:, 0].tolist()))
+            made = said_of({rank: str(count) for rank, count in enumerate(everyone[:, 0].tolist())}, ", ")
             raise Refused(
                 f"the ranks made different numbers of backward passes before step(): {made}. Nothing was updated. "
                 "Every rank must make as many"
             )
         units = [self._flats[place].unit.title if place >= 0 else "none" for place in everyone[:, at].tolist()]
-        ran = ", ".join(f"rank {rank} {unit}" for rank, unit in enumerate(units))
+        ran = said_of(dict(enumerate(units)), ", ")
         raise Refused(
             f"the ranks gathered different units in one step: {ran}. Nothing was updated. Pass shard(..., "
             "uneven=True) if that is meant: ranks then agree on each unit before they gather it"
         )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device's memory did not suffice on this rank, or on another one that has told this rank so."""
+    name = torch.OutOfMemoryError.__name__
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, Disagreed) and f"with {name}" in str(error))
 
 
 def _code(call: str) -> int:
@@ -379,11 +381,3 @@ def _most_wanted(rows: list[list[int]]) -> int | None:
     """Return the flat that most ranks wait for, the lowest of several; None if no rank waits for one."""
     needed = [row[_WANT] for row in rows if row[_WANT] >= 0]
     return max(sorted(set(needed)), key=needed.count) if needed else None
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Return ranks in words: the first few of many."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return f"ranks {', '.join(map(str, ranks[:4]))}{more}"

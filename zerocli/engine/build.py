@@ -13,7 +13,6 @@ from torch import nn
 from offload import HBM, Placement, Record, Share, Store
 from offload.mover import StagedStore
 from offload.tierset import shortage
-from tiers.base import Tier
 from zerocli.engine.guards.aliases import Aliases
 from zerocli.engine.states import materialise
 from zerocli.engine.states.buffers import place_buffers
@@ -55,8 +54,9 @@ class Builder:
         self._model, self._settings, self._sizing = engine.model, engine.settings, engine.sizing
         self._compute, self._states = engine.precision.compute, tuple(engine.rule.state_names)
         self._groups = engine.arranged.group_of
-        self._placement, self._tiers, self._mover = engine.placement, engine.tiers, engine.mover
-        self._collectives, self._tensor_parallel = engine.collectives, engine.tensor_parallel
+        self.placement, self._tiers, self._mover = engine.placement, engine.tiers, engine.mover
+        self._collectives, self._shards = engine.collectives, engine.shards
+        self._tensor_parallel = engine.tensor_parallel
         self._device = engine.device
         self._mixed = mixes(self._model, self._compute)
 
@@ -90,7 +90,7 @@ class Builder:
     def place(self, units: list[Unit], flats: list[Flat], values: Callable[[Flat], torch.Tensor]) -> None:
         """Place and fill `flats`, the new flats of `units`; their other flats are placed already."""
         everything = list(_flats(units))
-        placed = place([flat.spec for flat in everything], self._placement, self._sizing)
+        placed = place([flat.spec for flat in everything], self.placement, self._sizing)
         for flat, spec in zip(everything, placed, strict=True):
             if flat in flats:
                 flat.spec = spec
@@ -102,7 +102,7 @@ class Builder:
     ) -> None:
         """Lay out a unit's parameters in flats, trainable and frozen ones separately; allocates nothing."""
         codec = self._settings.codec if unit.index in self._blocks else ""
-        about = (self._group_of, self._dtype_of, trains, self._sizing.stage, self._collectives)
+        about = (self._group_of, self._dtype_of, trains, self._sizing.stage, self._shards)
         base = self._settings.loaded_base
         build_flats(unit, named, *about, codec, base.holds if base is not None else lambda name: True)
 
@@ -128,9 +128,9 @@ class Builder:
     def _preflight(self, units: list[Unit]) -> None:
         """Assign every piece to a tier; raise DoesNotFit if a tier is too small."""
         flats = list(_flats(units))
-        for flat, spec in zip(flats, place([flat.spec for flat in flats], self._placement, self._sizing), strict=True):
+        for flat, spec in zip(flats, place([flat.spec for flat in flats], self.placement, self._sizing), strict=True):
             flat.spec = spec
-        over = shortage(self._placement, self._needed(units, self._placement), self._tiers)
+        over = shortage(self.placement, self._needed(units, self.placement), self._tiers)
         if over:
             facts = "; ".join(f"{n}: {format_bytes(need)} needed, {format_bytes(has)} there" for n, need, has in over)
             raise DoesNotFit(f"it does not fit (each rank's share of the node): {facts}", self._nearest(units))
@@ -145,10 +145,10 @@ class Builder:
 
     def _nearest(self, units: list[Unit]) -> str:
         """Return the first placement that fits, trying small changes first."""
-        kinds = list(self._placement.shares)
+        kinds = list(self.placement.shares)
         for word, tier in (("nvme", "nvme"), ("cpu", "dram")):
             for moved in (["optimizer"], ["optimizer", "parameters"], kinds):
-                shares = dict(self._placement.shares) | {kind: (Share(tier),) for kind in moved if kind in kinds}
+                shares = dict(self.placement.shares) | {kind: (Share(tier),) for kind in moved if kind in kinds}
                 other = Placement(shares)
                 if not shortage(other, self._needed(units, other), self._tiers):
                     short = {"parameters": "params", "gradients": "grads"}
@@ -157,9 +157,9 @@ class Builder:
         return "more ranks, or a larger machine"
 
     def _word(self, kind: str) -> str:
-        return "+".join({"dram": "cpu"}.get(s.tier, s.tier) for s in self._placement.of(kind))
+        return "+".join({"dram": "cpu"}.get(s.tier, s.tier) for s in self.placement.of(kind))
 
-    def _arrays(self, flat: Flat) -> dict[str, torch.dtype]:
+    def arrays(self, flat: Flat) -> dict[str, torch.dtype]:
         """Return the dtype of the master beside the parameters, if there is one, and of the states, by name."""
         arrays = dict.fromkeys(self._states, torch.float32)
         if flat.dtype == torch.float32:
@@ -203,11 +203,8 @@ class Builder:
         if tier == HBM:
             flat.shard = kept
         else:
-            opened = self._tiers.open(tier, "parameters")
-            store = self._parameter_store(opened, kept)
-            store.what = f"the parameters of {flat.unit.title}"
-            store.put(0, kept).synchronize()
-            flat.param_store = store
+            flat.param_store = self.open_parameters(flat, tier, kept.numel(), kept.dtype)
+            flat.param_store.put(0, kept).synchronize()
         flat.detach()
 
     def _stored(self, flat: Flat, mine: torch.Tensor, copy: bool, empty: bool) -> torch.Tensor:
@@ -219,21 +216,36 @@ class Builder:
         # On the device a copy, as a slice would keep the whole buffer's memory alive.
         return _zeros(mine, flat.dtype) if empty else narrow(mine, flat.dtype, copy=copy)
 
-    def _parameter_store(self, tier: Tier, kept: torch.Tensor) -> Store:
-        """Return a store for a flat's own slice; tiers that the device cannot read directly are staged."""
-        about = (tier, "parameters", kept.numel(), kept.dtype, self._tiers.traffic, self._tiers.verifier)
-        return Store(*about) if tier.addressable or not tier.stores else StagedStore(self._mover, *about)
+    def open_parameters(self, flat: Flat, tier: str, numel: int, dtype: torch.dtype) -> Store:
+        """Return an empty store for a flat's own slice; tiers that the device cannot read directly are staged."""
+        opened = self._tiers.open(tier, "parameters")
+        about = (opened, "parameters", numel, dtype, self._tiers.traffic, self._tiers.verifier)
+        store = Store(*about) if opened.addressable or not opened.stores else StagedStore(self._mover, *about)
+        store.what = f"the parameters of {flat.unit.title}"
+        return store
+
+    def open_states(self, flat: Flat, tier: str) -> Record:
+        """Return an empty record for a flat's master and optimizer states."""
+        cuts = [0, *(span.stop for _, span in flat.spec.chunks(self._sizing.chunk))]
+        opened = self._tiers.open(tier, "optimizer")
+        record = Record(opened, self.arrays(flat), cuts, self._tiers.traffic, self._tiers.verifier)
+        record.store.what = f"the optimizer states of {flat.unit.title}"
+        return record
+
+    def open_gradient(self, flat: Flat, tier: str) -> Store:
+        """Return an empty store for a flat's gradient."""
+        about = (self._tiers.open(tier, "gradients"), "gradients", flat.held.numel, flat.gradient.dtype)
+        store = Store(*about, self._tiers.traffic, self._tiers.verifier)
+        store.what = f"the gradients of {flat.unit.title}"
+        return store
 
     def _place_states(self, flat: Flat, held: torch.Tensor, tier: str, empty: bool) -> None:
-        arrays = self._arrays(flat)
+        arrays = self.arrays(flat)
         master = {MASTER: held} if MASTER in arrays else {}
         if REMAINDER in arrays:
             master = {REMAINDER: _zeros(held, torch.int16) if empty else split(held)[1]}
         if tier != HBM:
-            cuts = [0, *(span.stop for _, span in flat.spec.chunks(self._sizing.chunk))]
-            opened = self._tiers.open(tier, "optimizer")
-            flat.record = Record(opened, arrays, cuts, self._tiers.traffic, self._tiers.verifier)
-            flat.record.store.what = f"the optimizer states of {flat.unit.title}"
+            flat.record = self.open_states(flat, tier)
             flat.record.fill(master)
         elif MASTER in arrays:
             flat.master = _zeros(held, torch.float32) if empty else held.clone()
@@ -257,9 +269,7 @@ class Builder:
                 continue
             spec = gradients(flat.spec, self._sizing)
             if spec.tier != HBM:
-                about = (self._tiers.open(spec.tier, "gradients"), "gradients", spec.numel, flat.gradient.dtype)
-                flat.gradient.store = Store(*about, self._tiers.traffic, self._tiers.verifier)
-                flat.gradient.store.what = f"the gradients of {flat.unit.title}"
+                flat.gradient.store = self.open_gradient(flat, spec.tier)
             elif flat.gradient.stays:
                 flat.gradient.open(self._device)
         for spec in gradient_arenas([flat.spec for flat in flats], self._sizing):

@@ -22,6 +22,7 @@ from zerocli.errors import Refused
 from zerocli.ranks import deadlock, ending
 from zerocli.ranks.issued import Issued
 from zerocli.ranks.loss import severed
+from zerocli.ranks.store import connecting_when_needed
 
 # torch 2.13 renamed both; the old names warn there and the new ones are absent in 2.11.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,7 +48,8 @@ def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     number = _num_separate[group.group_name] = _num_separate[group.group_name] + 1
     store = dist.PrefixStore(f"zerocli/{number}", dist.distributed_c10d._get_process_group_store(group))
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    gloo = dist.ProcessGroupGloo(store, rank, world, dist.default_pg_timeout)
+    with connecting_when_needed():
+        gloo = dist.ProcessGroupGloo(store, rank, world, dist.default_pg_timeout)
     made, kind = dist.ProcessGroup(store, rank, world), dist.ProcessGroup.BackendType.GLOO
     dist.ProcessGroup._register_backend(made, torch.device("cpu"), kind, gloo)
     dist.ProcessGroup._set_default_backend(made, kind)
@@ -63,8 +65,24 @@ def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
+def subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """Return a group of these ranks of a group, with its backend. Collective: all ranks of `group` are in one such.
+
+    Not by `dist.new_group`, for the reason in `separate_gloo_group`.
+    """
+    number = _num_separate[group.group_name] = _num_separate[group.group_name] + 1
+    known, store = dist.distributed_c10d._world, dist.distributed_c10d._get_process_group_store(group)
+    backend, place = dist.distributed_c10d.Backend(known.pg_map[group][0]), ranks.index(dist.get_rank())
+    name: Any = f"zerocli {number} of {group.group_name}, {len(ranks)} ranks from {ranks[0]}"
+    about = (len(ranks), place, ranks, backend, store, name)
+    limit = dist.distributed_c10d._get_default_timeout(backend)
+    made: dist.ProcessGroup = dist.distributed_c10d._new_process_group_helper(*about, timeout=limit)[0]
+    known.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+    return made
+
+
 _num_separate: Counter[str] = Counter()
-"""Number of times that `separate_gloo_group` was called, by group."""
+"""Number of times that the functions above were called, by group: all of its ranks call them alike."""
 
 
 def _done_within(work: dist.Work, seconds: float) -> bool:
@@ -251,6 +269,16 @@ class Collectives:
             with self._noted("all_reduce", ""):
                 dist.all_reduce(tensor, group=self._issuer)
         return tensor
+
+    def alike(self, number: int) -> torch.Tensor:
+        """Return whether all ranks pass the same number: one element, 1.0 or 0.0, on the device. Collective."""
+        bounds = torch.full((2,), number, dtype=torch.int64, device=self.device)
+        bounds[1:].neg_()
+        if self.world > 1:
+            self.nbytes["control"] += bounds.nbytes
+            with self._noted("all_reduce", ""):
+                dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._issuer)
+        return (bounds[:1] == -bounds[1:]).float()
 
     def gather_control(
         self, tensor: torch.Tensor, kind: str = "all_gather", what: str = "", out: torch.Tensor | None = None

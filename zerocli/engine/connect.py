@@ -6,16 +6,22 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from offload.mover import StagedStore
 from zerocli.engine.agreement import Agreement, Channel, Member
-from zerocli.engine.comm import Collectives
+from zerocli.engine.comm import Collectives, subgroup
 from zerocli.engine.context import Context
+from zerocli.engine.events import Events
 from zerocli.engine.settings import Settings
+from zerocli.engine.streams import StreamEvent
 from zerocli.engine.units.gather import Gatherer
 from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat, Unit
+from zerocli.layout.shards import check_shard_ranks
+from zerocli.ranks.startup import STARTUP
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
@@ -48,6 +54,31 @@ def open_channel(
     return channel
 
 
+def open_shards(collectives: Collectives, shard_ranks: int, events: Events) -> tuple[Collectives, Collectives]:
+    """Return the ranks over which states are partitioned, and those that hold the same slices as this rank.
+
+    The first are this rank's group of `shard_ranks` neighbours, the others the ranks of its position in every group. 0
+    stands for one group of all ranks, which is not made again. Collective.
+    """
+    ranks, device = collectives.world, collectives.device
+    check_shard_ranks(shard_ranks, ranks)
+    if shard_ranks in (0, ranks):
+        return collectives, Collectives.alone(device)
+    group = collectives.group or dist.group.WORLD
+    assert group is not None
+    everyone = dist.get_process_group_ranks(group)
+    number, place = divmod(collectives.rank, shard_ranks)
+
+    def axis(members: list[int]) -> Collectives:
+        if len(members) == 1:
+            return Collectives.alone(device)
+        return Collectives(subgroup(group, members), device, events)
+
+    with STARTUP.waiting("making the process groups of shards and replicas"):
+        neighbours = everyone[number * shard_ranks : (number + 1) * shard_ranks]
+        return axis(neighbours), axis(everyone[place::shard_ranks])
+
+
 def connect(engine: Engine, context: Context) -> Connected:
     """Return the gatherer, the reducer and the agreement for the current flats of the engine's units."""
     units, channel, uneven = engine.units, engine.channel, engine.settings.uneven
@@ -57,7 +88,7 @@ def connect(engine: Engine, context: Context) -> Connected:
         units,
         context,
         engine.settings.defer_update,
-        before_gather=lambda flat: _apply_pending_updates(engine, flat),
+        before_gather=lambda flat, own=None, free=None: _apply_pending_updates(engine, flat, own, free),
         look_ahead=lambda now, then: _look_ahead(engine, now, then),
         agree=lambda flat: agreement.agree(places[id(flat)]),
     )
@@ -77,11 +108,18 @@ def connect(engine: Engine, context: Context) -> Connected:
     return Connected(gatherer, reducer, agreement)
 
 
-def _apply_pending_updates(engine: Engine, flat: Flat) -> None:
-    """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute."""
-    if engine.updater.has_pending_update(flat):
-        with engine.waits.waiting("optimizer"):
-            engine.updater.issue_updates(flat)
+def _apply_pending_updates(engine: Engine, flat: Flat, own: torch.Tensor | None, free: StreamEvent | None) -> bool:
+    """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute.
+
+    With `own`, memory for this rank's parameters that is free after an event, return whether they are written there.
+    """
+    if not engine.updater.has_pending_update(flat):
+        return False
+    with engine.waits.waiting("optimizer"):
+        if own is not None and free is not None:
+            return engine.updater.issue_into(flat, own, free)
+        engine.updater.issue_updates(flat)
+    return False
 
 
 def _look_ahead(engine: Engine, now: Sequence[Unit], then: Sequence[Unit]) -> None:
@@ -101,7 +139,18 @@ def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], 
 
     Whether the models are alike is compared where they are built: see `refuse_different_models`.
     """
-    names = ("stage", "offload", "precision", "accumulate", "clip", "reduce", "lr", "weight_decay", "seed")
+    names = (
+        "stage",
+        "shard_ranks",
+        "offload",
+        "precision",
+        "accumulate",
+        "clip",
+        "reduce",
+        "lr",
+        "weight_decay",
+        "seed",
+    )
     given = {name: getattr(settings, name) for name in names}
     plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
     words = ", ".join(f"{name}={value!r}" for name, value in plain.items())

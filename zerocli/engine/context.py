@@ -20,6 +20,10 @@ class Context:
     device: torch.device
     collectives: Collectives
     """Of the data-parallel ranks."""
+    shards: Collectives
+    """Of the ranks over which states are partitioned: these, or a group of neighbours."""
+    replicas: Collectives
+    """Of the ranks that hold the same slices as this one."""
     tensor_parallel: TensorParallel
     waits: Waits
     events: Events

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import per_rank
+from offload import Placement, per_rank
 from offload.mover import Mover
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
@@ -28,7 +28,7 @@ from zerocli.console import say
 from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.connect import connect, open_channel, sharded_as
+from zerocli.engine.connect import connect, open_channel, open_shards, sharded_as
 from zerocli.engine.context import Context
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
@@ -49,7 +49,7 @@ from zerocli.engine.precision import LossScale, precision, refuse_half
 from zerocli.engine.recompute.activations import open_activations
 from zerocli.engine.recompute.compiled import CompiledBlocks
 from zerocli.engine.settings import Settings
-from zerocli.engine.states import relayout, states, whole
+from zerocli.engine.states import moves, relayout, states, whole
 from zerocli.engine.states.buffers import held_buffers
 from zerocli.engine.states.held import adopt_edits
 from zerocli.engine.states.named import IncompatibleKeys
@@ -86,6 +86,7 @@ class Engine:
         self.member = Member(type(self.model).__name__)
         self.member.passes = self.passes
         self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))
+        self._open_shards()
         self._closed = False
         self._held_whole = 0
         self._views = ReleasedViews(self.model)
@@ -93,11 +94,10 @@ class Engine:
         self.units = self._build_units()
         self._open_optimizer()
         self._guard_parameters()
-        self._connect()
-        self._open_updater()
+        self.connect()
+        self.open_updater()
         self._wrap_modules()
-        self.collectives.take_nbytes()
-        self.tensor_parallel.take_nbytes()
+        self.forget_traffic()
 
     # -- building, in the order of __init__ ------------------------------------------------------------------------
 
@@ -121,6 +121,24 @@ class Engine:
         data_parallel, mesh = open_axes(self.settings.tp, self.settings.group, self.device)
         self.collectives = Collectives(data_parallel, self.device, self.events)
         self.tensor_parallel = TensorParallel(mesh, self.device, self.waits, self.events)
+        self.shards, self.replicas = self.collectives, Collectives.alone(self.device)
+
+    def _open_shards(self) -> None:
+        """Open the groups of ranks over which states are partitioned, once all ranks are known to ask for the same."""
+        self.shards, self.replicas = open_shards(self.collectives, self.settings.shard_ranks, self.events)
+        if self.shards is not self.collectives:
+            self.settings.watch(self)
+
+    @property
+    def axes(self) -> dict[str, Collectives]:
+        """The axes of ranks, by name; the data-parallel ones may be divided into shards and replicas."""
+        axes = {"data": self.collectives, "tensor": self.tensor_parallel}
+        return axes if self.shards is self.collectives else axes | {"shards": self.shards, "replicas": self.replicas}
+
+    def forget_traffic(self) -> None:
+        """Exclude the bytes moved so far from the training traffic counts."""
+        for axis in self.axes.values():
+            axis.take_nbytes()
 
     def _choose_rule(self) -> None:
         """Make the update rule and its groups; raise Refused if no way to run a user's own optimizer is exact."""
@@ -150,12 +168,22 @@ class Engine:
         self.verified = VerifiedReads(self.tiers.verifier, self.device, self.gather_control)
         self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
         shape = (len(self.rule.state_names), self.device.type, self.precision.name, can_fuse(self.rule, self.device))
-        self.sizing: Sizing = settings.sizing_at(self.collectives.world, *shape)
+        self.sizing: Sizing = settings.sizing_at(self.shards.world, *shape)
+        self.sizing = dataclasses.replace(self.sizing, threads=torch.get_num_threads())
         if settings.keep_gradients is not None:
             self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
 
     def _context(self) -> Context:
-        return Context(self.device, self.collectives, self.tensor_parallel, self.waits, self.events, sizing=self.sizing)
+        return Context(
+            self.device,
+            self.collectives,
+            self.shards,
+            self.replicas,
+            self.tensor_parallel,
+            self.waits,
+            self.events,
+            sizing=self.sizing,
+        )
 
     def _build_units(self) -> list[Unit]:
         self.builder = Builder(self)
@@ -186,11 +214,11 @@ class Engine:
         self.builder.aliases.redirect(self.flats())
         self._owners = Owners(self.model, names)
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
         """Make what issues the collectives of the current flats."""
         self.gatherer, self.reducer, self.agreement = connect(self, self._context())
 
-    def _open_updater(self) -> None:
+    def open_updater(self) -> None:
         """Choose where offloaded states are updated, and make what updates them."""
         offloaded = any(flat.offloaded for flat in self.flats())
         on_cpu, self.update_reason = choose_update(
@@ -200,7 +228,7 @@ class Engine:
         self.updater = Updater(
             self.rule,
             self.counts,
-            self.collectives,
+            self.shards,
             self.device,
             sizing=self.sizing,
             events=self.events,
@@ -209,14 +237,22 @@ class Engine:
 
     def _wrap_modules(self) -> None:
         """Choose which units are recomputed or compiled, and wrap the modules' forwards."""
-        settings = self.settings
-        choice = settings.recomputed if isinstance(settings.recompute, Recompute) else settings.recompute
-        recomputed = recomputed_units(self.units, choice)
-        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
-        equal = self.tensor_parallel if settings.partition_activations else Collectives.alone(self.device)
-        self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
+        settings, recomputed = self.settings, self.recomputed_units()
+        self.open_activations(recomputed)
         blocks = CompiledBlocks(self.units, settings.compile, settings.compile_backend, self.device, settings.steps)
         self.hooks = Hooks(self, recomputed, blocks)
+
+    def recomputed_units(self) -> dict[Unit, bool]:
+        """Return the units that are recomputed, each with whether selectively."""
+        settings = self.settings
+        choice = settings.recomputed if isinstance(settings.recompute, Recompute) else settings.recompute
+        return recomputed_units(self.units, choice)
+
+    def open_activations(self, recomputed: Mapping[Unit, bool]) -> None:
+        """Make what keeps the inputs of recomputed units, on the tiers of the placement."""
+        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
+        equal = self.tensor_parallel if self.settings.partition_activations else Collectives.alone(self.device)
+        self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -231,7 +267,7 @@ class Engine:
         """Lay out newly unfrozen parameters as trainable; called before each outermost forward."""
         if torch.is_grad_enabled() and (changed := relayout.unfrozen(self.units)):
             relayout.refit(self, changed)
-            self._connect()
+            self.connect()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Accumulate the gradient of the mean of `loss` over the ranks and the step's backward passes."""
@@ -349,6 +385,15 @@ class Engine:
                 flat.written.wait()
             flat.forbid_reads(False)
         self.verified.look_now()
+
+    def move(self, placement: Placement | str, recompute: Recompute | None = None) -> list[str]:
+        """Move states to the tiers of another placement, between two steps; no number changes. Collective.
+
+        `recompute` also changes which blocks are recomputed. Returns what this rank had no room to move, which stays
+        where it was, a line each.
+        """
+        self._meet_and_synchronize("engine.move", str(placement), str(recompute))
+        return moves.move(self, placement, recompute)
 
     def verify(self) -> None:
         """Raise `zerocli.Corrupted` if any read so far returned other bytes than were written.

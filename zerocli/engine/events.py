@@ -55,6 +55,10 @@ class Events(TierEvents):
         """
         return NOTHING
 
+    def move(self, unit: Unit) -> Scope:
+        """Surround the move of a piece of a unit's states to another tier, between two steps."""
+        return NOTHING
+
     def wait(self, cause: str) -> Scope:
         """Surround a wait that may delay compute; `cause` is collectives, transfers or optimizer."""
         return NOTHING
@@ -208,7 +212,8 @@ class ProfilerRanges(Events):
 class Probe(Events):
     """Calls a function with the name of each event; tests use it to delay, raise and kill processes.
 
-    Names: `gather`, `reduce` and `optimizer` before each, `forward` after each unit, `start ...`, `checkpoint ...`.
+    Names: `gather`, `reduce`, `move` and `optimizer` before each, `forward` after each unit, `start ...`,
+    `checkpoint ...`.
     """
 
     def __init__(self, act: Callable[[str], Any]) -> None:
@@ -225,6 +230,10 @@ class Probe(Events):
 
     def reduce(self, unit: Unit) -> Scope:
         self._act("reduce")
+        return NOTHING
+
+    def move(self, unit: Unit) -> Scope:
+        self._act("move")
         return NOTHING
 
     def output(self, unit: Unit, value: Any) -> None:

@@ -141,6 +141,7 @@ class Keywords(TypedDict, total=False):
     device: torch.device | str | None
     group: dist.ProcessGroup | None
     tp: int | DeviceMesh
+    shard_ranks: int
     uneven: bool | None
     watch: Callable[[Any], None]
     events: Events | Sequence[Events]

@@ -124,8 +124,8 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
     """Yield the gather buffers of units that are used in this order: for each flat size, as many as are in use at once.
 
     Those are of the unit that computes and the ones prefetched after it. In backward the unit before may still be
-    there. An embedding and a head of equal size are far apart, and take turns in one buffer. A buffer of encoded flats
-    that are not on the device has one beside it in which they arrive.
+    there. An embedding and a head of nearly equal size are far apart, and take turns in one buffer. A buffer of encoded
+    flats that are not on the device has one beside it in which they arrive.
     """
     most: Counter[tuple[int, int, int]] = Counter()
     for first in range(len(units)):
@@ -137,10 +137,9 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
             yield Spec("gathered", gather_name(numel), numel, width)
             if staged:
                 yield Spec("gathered", staged_name(staged), staged, 1)
-    encoded = [flat for unit in units for flat in unit if flat.codec]
-    if encoded:
-        longest = max(encoded, key=lambda flat: flat.total)
-        yield Spec("buffers", DECODING, scratch_nbytes(longest.codec, longest.total, sizing.device), 1)
+    encoded = (flat for unit in units for flat in unit if flat.codec)
+    if scratch := max((scratch_nbytes(flat.codec, flat.total, sizing.device) for flat in encoded), default=0):
+        yield Spec("buffers", DECODING, scratch, 1)
 
 
 def gather_name(numel: int) -> str:

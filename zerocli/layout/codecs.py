@@ -22,8 +22,8 @@ GRAIN_NBYTES = {
 CODECS = tuple(GRAIN_NBYTES)
 BASES = ("", "bf16", *CODECS)
 """What a frozen base may be stored in; empty and bf16: as it computes."""
-DECODED_AT_A_TIME = {"cpu": 64 * GRAIN, "cuda": 1024 * GRAIN}
-"""Elements that are decoded together, by type of device: a GPU needs many for its kernels."""
+DECODED_AT_A_TIME = 64 * GRAIN
+"""Elements that are decoded together by torch's operations, through scratch memory; a GPU's kernel needs none."""
 SCRATCH_NBYTES = {"nf4": 6, "int8": 4}
 """Bytes of scratch memory per element that is being decoded."""
 _KEPT = re.compile(r"(^|\.)(router|gate|lora|lora_[A-Za-z_]+)(\.|$)")
@@ -37,8 +37,8 @@ def encoded_nbytes(codec: str, numel: int) -> int:
 
 
 def scratch_nbytes(codec: str, numel: int, device: str) -> int:
-    """Return the bytes of scratch memory for decoding as many elements."""
-    return min(numel, DECODED_AT_A_TIME[device]) * SCRATCH_NBYTES[codec]
+    """Return the bytes of scratch memory that is kept for decoding as many elements."""
+    return min(numel, DECODED_AT_A_TIME) * SCRATCH_NBYTES[codec] if device == "cpu" else 0
 
 
 def is_encoded(name: str, shape: tuple[int, ...]) -> bool:

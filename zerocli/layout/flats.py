@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from offload.placement import HBM, KINDS, Placement, Spill
 from zerocli.layout.codecs import GRAIN, encoded_nbytes
-from zerocli.layout.constants import SPLIT_UPDATE_CHUNK, UPDATE_CHUNK, stream_chunk
+from zerocli.layout.constants import SPLIT_PIECE, UPDATE_CHUNK, stream_chunk
 from zerocli.layout.shards import SHARD_ALIGN, Layout, Span, owned
 from zerocli.layout.stage import Stage
 
@@ -24,13 +24,17 @@ def grad_width(width: int, accumulate: int, reduce: str) -> int:
     return width if accumulate == 1 and reduce == "compute" else FP32
 
 
+NEARLY = 64
+"""Flats share gather buffers if the smaller one lacks at most this part of itself: one 64th."""
+
+
 @dataclass(frozen=True)
 class Sizing:
     """What determines the sizes of an engine's buffers, apart from the model."""
 
     stage: Stage
     world: int = 1
-    """Data-parallel ranks."""
+    """Ranks over which states are partitioned."""
     num_states: int = 2
     """Number of the optimizer's fp32 arrays, each as long as the parameters; the master is not counted."""
     accumulate: int = 1
@@ -49,6 +53,8 @@ class Sizing:
     """Whether gradients on the device stay allocated between steps; else they exist from backward to the update."""
     fused_update: bool = False
     """Whether one kernel updates narrower parameters on a GPU, without scratch memory."""
+    threads: int = 1
+    """Threads that update on the CPU; a plan, which may be of another machine, counts the scratch memory of one."""
 
     def grad_width(self, width: int) -> int:
         """Return the bytes per gradient element."""
@@ -74,8 +80,8 @@ class Sizing:
 
     def update_chunk(self, width: int, device: str) -> int:
         """Return the elements of `width` bytes that are updated at a time on this type of device."""
-        split = self.split_master and width < FP32
-        return (SPLIT_UPDATE_CHUNK if split else UPDATE_CHUNK)[device]
+        split = self.split_master and width < FP32 and device == "cpu"
+        return min(UPDATE_CHUNK[device], SPLIT_PIECE * self.threads) if split else UPDATE_CHUNK[device]
 
     @property
     def chunk(self) -> int:
@@ -100,6 +106,8 @@ class FlatSpec:
     """How its parameters are stored, if not in the compute dtype: see `zerocli.layout.codecs`."""
     tiers: Mapping[str, str] = field(default_factory=dict)
     """The tier of each piece, by kind; filled by `place`."""
+    room: int = 0
+    """Elements of the gather buffers that it shares with flats of nearly its size; 0: as many as it has."""
 
     @property
     def total(self) -> int:
@@ -133,7 +141,7 @@ class FlatSpec:
     @property
     def gather_size(self) -> tuple[int, int, int]:
         """What flats that share gather buffers have in common: elements, bytes per element, and staged bytes."""
-        return self.total, self.width, self.staged_nbytes
+        return max(self.room, self.total), self.width, self.staged_nbytes
 
     def pieces(self, sizing: Sizing) -> dict[str, int]:
         """Return the bytes of its pieces by kind; placement assigns a tier to each."""
@@ -184,7 +192,32 @@ def place(flats: Iterable[FlatSpec], placement: Placement, sizing: Sizing) -> li
     An empty piece (an optimizer without states) stays on the device.
     """
     spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
-    return [_placed(flat, spills, sizing) for flat in flats]
+    placed = [_placed(flat, spills, sizing) for flat in flats]
+    rooms = shared_rooms(placed, sizing)
+    return [in_room(flat, rooms) for flat in placed]
+
+
+def shared_rooms(flats: Iterable[FlatSpec], sizing: Sizing) -> dict[tuple[int, int, int], int]:
+    """Return the elements of a gather buffer, by `gather_size`, where a larger flat's serves a smaller one too.
+
+    An output layer with the last norm is a little larger than the embedding, and they are never used together. Encoded
+    flats, which are those of equal blocks, have buffers of their own.
+    """
+    sizes = {flat.gather_size for flat in flats if not flat.codec and not flat.resident(sizing)}
+    rooms: dict[tuple[int, int, int], int] = {}
+    largest: dict[int, int] = {}
+    for size in sorted(sizes, reverse=True):
+        numel, width, _ = size
+        if numel * (1 + 1 / NEARLY) < largest.get(width, 0) or width not in largest:
+            largest[width] = numel
+        rooms[size] = largest[width]
+    return rooms
+
+
+def in_room(flat: FlatSpec, rooms: Mapping[tuple[int, int, int], int]) -> FlatSpec:
+    """Return the flat with the size of its gather buffers."""
+    room = rooms.get(flat.gather_size, flat.total) if not flat.codec else flat.total
+    return flat if room == flat.total else dataclasses.replace(flat, room=room)
 
 
 def _placed(flat: FlatSpec, spills: Mapping[str, Spill], sizing: Sizing) -> FlatSpec:

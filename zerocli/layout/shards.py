@@ -9,6 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zerocli.errors import WrongValue
+from zerocli.layout.sizes import count_of
+
 SHARD_ALIGN = 64
 """Slices and optimizer groups start at multiples of this, so vector kernels split work the same at every stage."""
 PARAM_ALIGN = SHARD_ALIGN
@@ -63,6 +66,30 @@ def nearest_divisor(wanted: int, number: int) -> int:
     start = min(wanted, number, 1 << 16)
     near = (d for distance in range(start) for d in (start - distance, start + distance))
     return next(d for d in near if number % d == 0)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in order; of numbers beyond 2^32, those with a factor up to 2^16."""
+    small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def check_shard_ranks(shard_ranks: int, ranks: int, node: int = 0) -> None:
+    """Raise WrongValue unless groups of `shard_ranks` data-parallel ranks tile `ranks`; 0 is one group of all.
+
+    If a node's number of them is given, groups must also tile a node, or nodes a group.
+    """
+    if shard_ranks < 0 or (shard_ranks and ranks % shard_ranks):
+        raise _wrong_shard_ranks(shard_ranks, f"the {count_of(ranks, 'data-parallel rank')}", divisors(ranks))
+    if node and shard_ranks and shard_ranks % node and node % shard_ranks:
+        raise _wrong_shard_ranks(shard_ranks, f"the {count_of(node, 'data-parallel rank')} of a node", divisors(node))
+
+
+def _wrong_shard_ranks(shard_ranks: int, what: str, known: list[int]) -> WrongValue:
+    *most, last = known
+    listed = f"{', '.join(map(str, most))} or {last}" if most else f"only {last}"
+    nearest = min(known, key=lambda each: abs(each - shard_ranks))
+    return WrongValue(f"shard_ranks {shard_ranks} does not divide {what}: {listed} does", f"--shard-ranks {nearest}")
 
 
 @dataclass(frozen=True)

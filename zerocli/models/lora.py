@@ -96,14 +96,24 @@ class Adapters(nn.Module):
         self.ran = False
         """Whether the layer was called: the adapters of one whose weight is only read would add nothing."""
 
-    def change(self, x: Tensor) -> Tensor:
-        """Return what is added to the layer's output, before the factor."""
-        children = dict(self.named_children())
-        made = [
-            children[name](self._dropped(x)) if name in children else x.new_zeros(*x.shape[:-1], width)
-            for name, width in self.widths.items()
-        ]
-        return made[0] if len(made) == 1 else torch.cat([part.to(x.dtype) for part in made], -1)
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's output `y` of `x` with what the adapters add.
+
+        Whether there is one adapter or several, `x` is read once, and `y` is read and written once, by two products.
+        """
+        children: dict[str, Any] = dict(self.named_children())
+        own = [children[name] for name in self.widths if name in children]
+        x = x.to(own[0].a.dtype)
+        if self.dropout and self.training:
+            low = _joined([F.linear(self._dropped(x), each.a) for each in own], -1)
+        else:
+            low = F.linear(x, _joined([each.a for each in own], 0))
+        blocks = [children[name].b if name in children else x.new_empty(size, 0) for name, size in self.widths.items()]
+        b = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+        if low.dtype != y.dtype:
+            return torch.add(y, F.linear(low, b).to(y.dtype), alpha=self.factor)
+        rows = torch.addmm(y.reshape(-1, y.shape[-1]), low.reshape(-1, len(b.t())), b.t(), alpha=self.factor)
+        return rows.view(y.shape)
 
     def _dropped(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.dropout and self.training else x
@@ -138,7 +148,12 @@ def _add(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Ten
     if any(adapter.magnitude is not None for adapter in adapters.children()):
         made: Tensor = adapters.rescale(layer, x, y)
         return made
-    return torch.add(y, adapters.change(x).to(y.dtype), alpha=adapters.factor)
+    added: Tensor = adapters.add(x, y)
+    return added
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def matrix_of(layer: Any) -> Tensor:

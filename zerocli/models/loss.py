@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zerocli.engine.events import RUNNING
+from zerocli.engine.units.odd_widths import project_, project_back_, row_parts
 from zerocli.layout.constants import chunk_tokens, padded_vocab
 from zerocli.models.fused import kernels_for
 
@@ -128,16 +129,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + chunk, num_tokens))
             padded = buffer[: rows.stop - start]
             logits = padded[:, :vocab]
-            torch.mm(x[rows], weight.t(), out=logits)
+            project_(logits, x[rows], weight)
             if kernels is not None:
                 kernels.softmax_loss_(logits, targets[rows], losses[rows], IGNORED, needs_grad)
             else:
                 padded[:, vocab:].fill_(float("-inf"))
                 losses[rows] = _softmax_loss_(padded, vocab, targets[rows], needs_grad, part)
             if grad_x is not None:
-                torch.mm(logits, weight, out=grad_x[rows])
+                project_back_(grad_x[rows], logits, weight)
             if grad_weight is not None:
-                _add_matmul_(grad_weight, logits.t(), x[rows])
+                for columns, total in row_parts(logits, grad_weight):
+                    _add_matmul_(total, columns.t(), x[rows])
 
         if part is not None and grad_x is not None:
             part.sum_(grad_x)

@@ -50,7 +50,10 @@ def plan(model: Any, **settings: Any) -> Plan:
         from zerocli.plan.blocks.factory import count_factory
 
         return Counted(count_factory(source.factory)).plan(setup)
-    return (Counted(source.count) if source.shape is None else Formula(source.shape)).plan(setup)
+    if source.shape is None:
+        return Counted(source.count).plan(setup)
+    lora = source.config.lora
+    return Formula(source.shape.adapted(lora) if lora.rank else source.shape).plan(setup)
 
 
 def __getattr__(name: str) -> Any:

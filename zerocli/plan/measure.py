@@ -13,15 +13,14 @@ from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, counts the storages on `device` that operations allocate, and their peak.
+    """While active, counts the storages in host memory that operations allocate, and their peak.
 
     Memory that no operation made (a tier's pages, earlier tensors) is not counted, nor what a kernel allocates and
     frees internally.
     """
 
-    def __init__(self, device: str = "cpu", granularity: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._granularity = device, granularity
         self._known: dict[int, int] = {}
         """Bytes of live storages by identity; 0 for those that are not counted."""
         self.nbytes = 0
@@ -36,13 +35,13 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor, ours: bool) -> None:
-        if device_of(tensor).type != self._device:
+        if device_of(tensor).type != "cpu":
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        size = -(-storage.nbytes() // self._granularity) * self._granularity if ours else 0
+        size = storage.nbytes() if ours else 0
         self._known[key] = size
         self.nbytes += size
         self.peak = max(self.peak, self.nbytes)

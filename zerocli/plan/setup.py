@@ -73,6 +73,16 @@ class Setup(Sharding):
         return self.ranks // self.tp
 
     @property
+    def shards(self) -> int:
+        """Number of ranks over which states are partitioned."""
+        return self.shard_ranks or self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Number of groups of `shards` ranks, each of which holds all states."""
+        return self.dp // self.shards
+
+    @property
     def width(self) -> int:
         """Bytes of an element in the compute dtype."""
         return WIDTHS[self.precision]
@@ -81,7 +91,7 @@ class Setup(Sharding):
     def sizing(self) -> Sizing:
         """What decides the sizes of the engine's buffers."""
         return self.sizing_at(
-            self.dp, self.num_states, self.device, self.precision, self.fuses_update, self.updates_on_cpu
+            self.shards, self.num_states, self.device, self.precision, self.fuses_update, self.updates_on_cpu
         )
 
     @property

@@ -28,6 +28,7 @@ from zerocli.plan.time.seconds import estimate
 from zerocli.profile.finding import finding
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 from zerocli.profile.peak_rates import peak_tflops
+from zerocli.profile.spread import spread
 
 SCHEMA = 1
 STATES = ("parameters", "gradients", "optimizer_states")
@@ -42,6 +43,7 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the document; `lines` are a run's metrics, `facts` what its observer knows besides the records."""
     notes = list(facts.pop("notes", []))
+    notes += [f"adapted before step {line['step']}: {line['adapted']}" for line in lines if line.get("adapted")]
     record = join(everyone)
     tiers = [tier for tier in record if tier != "system"]
     plan, problem = predict(config, facts)
@@ -74,6 +76,7 @@ def assemble(
         "step": seconds(config, lines, facts) | {"predicted": expected},
         "system": record["system"],
         "boundaries": facts.get("boundaries", []),
+        "spread": spread(lines),
         "losses": [line["loss"] if math.isfinite(line["loss"]) else None for line in lines],  # JSON has no NaN
         "notes": notes,
         "everyone": [of_rank(rank, each) for rank, each in enumerate(everyone)],

@@ -81,6 +81,13 @@ _RANK = {
     **dict.fromkeys(("hbm", "dram", "nvme", "rss_peak"), NUMBER),
     **dict.fromkeys(("seconds", "compute", "wait"), NUMBER + OR_NULL),
 }
+_SLOWEST = {"rank": WHOLE, "node": TEXT, "cause": TEXT}
+_SLOWEST |= dict.fromkeys(("seconds", "median", "fastest"), NUMBER)
+_SPREAD = {
+    "intervals": WHOLE,
+    **dict.fromkeys(("slowest", "median", "fastest"), NUMBER),
+    "ranks": [{"rank": WHOLE, "node": TEXT, "intervals": WHOLE, "over": NUMBER, "cause": TEXT}],
+}
 _UNIT = {
     "unit": TEXT,
     "parameters": WHOLE,
@@ -107,6 +114,7 @@ DOCUMENT: Form = {
     "made?": _MADE,
     "capacity?": {"*": NUMBER + OR_NULL},
     "everyone?": [_RANK],
+    "spread?": (_SPREAD, NULL),
     "units?": [_UNIT],
     "timeline?": _TIMELINE,
 }
@@ -117,8 +125,9 @@ LINE: Form = {
     "seconds": POSITIVE,
     "peak": {"*": NUMBER},
     "wait": {"*": NUMBER},
+    "slowest?": _SLOWEST,
 }
-"""The required keys of a line of metrics."""
+"""The keys of a line of metrics that are read."""
 
 
 def read_table(path: Path, max_nbytes: int, hint: str = ANOTHER) -> dict[str, Any]:

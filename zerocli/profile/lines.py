@@ -25,12 +25,19 @@ class Line:
     fragmentation: int
     """Bytes that the allocator reserved beyond the allocated peak, on the worst rank."""
     comm: dict[str, int]
+    """Bytes of collectives among the ranks over which states are partitioned, by kind."""
+    comm_across: dict[str, int]
+    """The same among ranks that hold the same slices."""
     comm_tp: dict[str, int]
     wait: dict[str, float]
     skipped: bool
+    adapted: str = ""
+    """What the run changed to before this step, and why; empty for nothing."""
+    slowest: dict[str, Any] | None = None
+    """Of some lines: the slowest rank of the last steps, see `run/output/stragglers.py`."""
 
     def as_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {name: value for name, value in self.__dict__.items() if value or name not in ("adapted", "slowest")}
 
 
 class History(list[Line]):

@@ -14,6 +14,7 @@ from zerocli.profile import form
 from zerocli.profile.document import SCHEMA, config_shape, seconds
 from zerocli.profile.form import ANOTHER
 from zerocli.profile.ledger import TIERS
+from zerocli.profile.spread import spread
 from zerocli.regular_files import MAX_CONFIG_NBYTES, MAX_LINE_NBYTES, MAX_PROFILE_NBYTES, lines_of
 
 FILE = "profile.json"
@@ -152,6 +153,7 @@ def _from_metrics(run: Path, settings: dict[str, Any], lines: list[dict[str, Any
         "peak": {tier: {"predicted": None, "measured": peak[tier], "moment": "", "holders": []} for tier in TIERS},
         "steps": [lines[0]["step"], lines[-1]["step"]],
         "step": seconds(config, lines, facts),
+        "spread": spread(lines),
         "system": None,
         "notes": ["this run ended before it recorded its memory: peaks and seconds are those of its metrics"],
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerocli.layout.categories import CATEGORIES
-from zerocli.layout.sizes import format_bytes, format_count
+from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.profile.ledger import TIERS, UNATTRIBUTED
 
 MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env --bench") | dict.fromkeys(
@@ -30,6 +30,7 @@ def render(document: Mapping[str, Any]) -> str:
             *_peaks(document),
             "",
             *_seconds(document["step"]),
+            *_spread(document.get("spread")),
             *(f"note: {note}" for note in document["notes"]),
         ]
     )
@@ -150,6 +151,19 @@ def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
         moved = "at least; " if link.get("at_least") else ""
         moved += f"{format_bytes(link['bytes'])} per step in {link['seconds']:.4f} s"
         yield f"{'  ' + link['lane']:<24}{link['achieved']:>10.3g} GB/s   {moved}; {best}"
+
+
+def _spread(spread: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield how far the ranks' own times are apart, and the ranks that were slowest most often."""
+    if not spread:
+        return
+    shown = ", ".join(f"{spread[name]:.4f} s {name}" for name in ("fastest", "median", "slowest"))
+    count = count_of(spread["intervals"], "interval")
+    yield f"{'ranks, without waiting':<24}{shown} (mean of {count}; all ranks wait for the slowest)"
+    for each in spread["ranks"]:
+        name = f"  rank {each['rank']}" + (f" on {each['node']}" if each["node"] else "")
+        how = f"{each['over']:.0%} over the median, most of it in {each['cause']}"
+        yield f"{name:<24}slowest in {each['intervals']} of {spread['intervals']}, {how}"
 
 
 def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> str:

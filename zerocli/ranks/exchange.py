@@ -28,6 +28,18 @@ def exchange_json(value: Any, group: dist.ProcessGroup | None = None) -> list[An
         return gather_json(value, gather)
 
 
+def broadcast_json(value: Any, group: dist.ProcessGroup | None, source: int = 0) -> Any:
+    """Return the value of rank `source` of the group. Collective over a gloo group; its value must be JSON."""
+    text = json.dumps(value).encode() if dist.get_rank(group) == source else b""
+    with STARTUP.waiting("an exchange of control values"):
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, group=group, group_src=source)
+        _check_sizes([nbytes := int(size)])
+        sent = torch.frombuffer(bytearray(text or nbytes), dtype=torch.uint8)
+        dist.broadcast(sent, group=group, group_src=source)
+    return json.loads(bytes(memory_of(sent)))
+
+
 def gather_json(
     value: Any, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | None = None
 ) -> list[Any]:
@@ -45,18 +57,27 @@ def gather_padded(
 ) -> tuple[torch.Tensor, list[int]]:
     """Return every rank's one-dimensional tensor, stacked and padded to the longest, and their lengths. Collective."""
     sizes = gather(torch.tensor([mine.numel()], device=mine.device)).flatten().tolist()
-    # All ranks see the same sizes, so all raise and none waits.
-    if not all(0 < size * mine.itemsize <= MOST_NBYTES for size in sizes):
-        raise ValueError(f"ranks exchange up to {MOST_NBYTES} bytes at once, and these say {sizes}")
+    _check_sizes([size * mine.itemsize for size in sizes])
     padded = mine.new_full((max(sizes),), padding)
     padded[: mine.numel()] = mine
     return gather(padded), sizes
 
 
+def _check_sizes(sizes: list[int]) -> None:
+    """Raise ValueError for a message that is too long; all ranks see the same sizes, so all raise and none waits."""
+    if not all(0 < nbytes <= MOST_NBYTES for nbytes in sizes):
+        raise ValueError(f"ranks exchange up to {MOST_NBYTES} bytes at once, and these say {sizes}")
+
+
 def first_problem(
-    problem: Exception | None, kinds: Sequence[type[Exception]], group: dist.ProcessGroup | None
+    problem: Exception | None,
+    kinds: Sequence[type[Exception]],
+    group: dist.ProcessGroup | None,
+    stage: str = "an exchange of control values",
 ) -> Exception | None:
     """Return the first rank's problem, on every rank; None where no rank has one. Collective.
+
+    Ranks wait for each other in `stage`.
 
     A problem is of one of `kinds`; it is sent as the kind's name and the problem's text.
     """
@@ -66,7 +87,11 @@ def first_problem(
     said = None if problem is None else {"kind": type(problem).__name__, "text": str(problem)}
     if said is not None and said["kind"] not in named:
         raise TypeError(f"{said['kind']} is none of {', '.join(named)}") from problem
-    for each in exchange_json(said, group):
-        if each is not None:
-            return named[each["kind"]](each["text"])
-    return None
+    world = dist.get_world_size(group)
+    first = torch.tensor([world if said is None else dist.get_rank(group)])
+    with STARTUP.waiting(stage):
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if int(first) == world:
+        return None
+    told = broadcast_json(said, group, int(first))
+    return named[told["kind"]](told["text"])

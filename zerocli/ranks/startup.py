@@ -56,8 +56,12 @@ class Startup(Progress):
 
     @contextlib.contextmanager
     def waiting(self, stage: str) -> Iterator[None]:
-        """Run a stage in which this rank waits for the others; the loss of one of them is raised as Severed."""
+        """Run a stage in which this rank waits for the others; the loss of one of them is raised as Severed.
+
+        A wait around this one goes on after it.
+        """
         outer, self.alone = self.alone, ""
+        around = [str(entry) for entry in self.open]
         self.together(stage)
         try:
             yield
@@ -68,6 +72,8 @@ class Startup(Progress):
         finally:
             self.arrived()
             self.alone = outer
+            for each in around:
+                self.together(each)
 
     def restart_wait(self) -> None:
         """Restart the clock of the wait for the others: this rank was busy itself until now."""

@@ -13,7 +13,8 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ CONNECT_SECONDS = 300.0
 ANSWER_SECONDS = 1800.0
 """Timeout of a store operation; torch waits this long for ranks that start late."""
 RETRY_SECONDS = 0.1
+LAZY = "TORCH_GLOO_LAZY_INIT"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -43,6 +45,22 @@ def stay_on_loopback(environ: MutableMapping[str, str] = os.environ) -> None:
             environ.setdefault(variable, names[0])
 
 
+@contextlib.contextmanager
+def connecting_when_needed(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let gloo groups that are made in the body connect two ranks when they first send to each other.
+
+    By default each rank of a group connects to every other one, and reads from the store what each has written for all
+    of them. The user's own setting is kept.
+    """
+    before = environ.get(LAZY)
+    environ.setdefault(LAZY, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del environ[LAZY]
+
+
 def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS) -> dist.Store:
     """Return the store of this run, hosted by rank 0 or torchrun; wait at most `seconds` for it to come up."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -56,6 +74,13 @@ def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS) -> dist.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"zerocli/attempt-{attempt}-of-{world}", store)
     return store
+
+
+def read_all(store: Any, keys: list[str]) -> list[bytes]:
+    """Return the values of keys, once all are there; in one message if the store can do that."""
+    together = bool(keys) and store.has_extended_api()
+    found: list[bytes] = store.multi_get(keys) if together else [store.get(key) for key in keys]
+    return found
 
 
 def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:

@@ -24,6 +24,8 @@ from zerocli.errors import FAILURE, UserError
 from zerocli.regular_files import write_text
 
 PR_SET_PDEATHSIG = 1
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""SLURM's numbers from here on are of steps that srun has not started: interactive ones, the batch script."""
 STORE_FD = "ZEROCLI_STORE_FD"
 """Variable of rank 0: the listening socket that `launch` has left it for the ranks' store."""
 
@@ -47,7 +49,7 @@ def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
             "MASTER_PORT": environ.get("MASTER_PORT") or str(free_port()),
         }
         return {"RANK": environ["RANK"], "WORLD_SIZE": world, **found}
-    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
+    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and _is_step(environ.get("SLURM_STEP_ID", "")):
         return _slurm_environment(environ)
     return None
 
@@ -65,6 +67,13 @@ def _check_numbers(environ: Mapping[str, str]) -> None:
             f"RANK={environ['RANK']}, but WORLD_SIZE={environ['WORLD_SIZE']}: ranks count from 0",
             hint="torchrun, or unset RANK to run alone",
         )
+
+
+def _is_step(number: str) -> bool:
+    """Return whether a number is of a step that srun started: a batch script and an interactive shell have SLURM's
+    variables of a rank too, and are none.
+    """
+    return number.isdecimal() and int(number) < FIRST_SPECIAL_STEP
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:

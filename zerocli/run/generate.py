@@ -20,6 +20,7 @@ from zerocli.checkpoint.manifest import Damaged, Unreadable, read
 from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, hub
 from zerocli.config.file import read_values
+from zerocli.config.options import RunOptions
 from zerocli.console import printable, say, show_json, silence_stdout
 from zerocli.data.prompts import Prompt
 from zerocli.data.texts import CHAT_KINDS, Codec, open_codec
@@ -79,7 +80,7 @@ def work(config: Config, weights: Weights, asked: Asked, as_json: bool, run_dir:
     config = with_window(config, weights, max(len(each.ids) + each.max_tokens for each in starts))
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, run_dir))
     with watchdog:
-        join_ranks(config, watchdog)
+        join_ranks(config, RunOptions(run_dir), watchdog, shared=False)
         rank = dist.get_rank() if dist.is_initialized() else 0
         model = make_model(config)
         model.requires_grad_(False)  # no gradients and no optimizer states

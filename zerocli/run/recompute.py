@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from zerocli.plan.models.traced import Traced, trace
 from zerocli.plan.search.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.store import read_all
+from zerocli.ranks.words import by_words, runs
 
 NOT_TRACED = "it was not traced"
 _ROUNDS = itertools.count()
@@ -95,7 +97,8 @@ def _agree(room: int, problem: str) -> tuple[int, str]:
 def gather_values(value: Any, stage: str) -> list[Any]:
     """Return every rank's JSON-able value; `stage` names the wait. Collective.
 
-    Uses the store: a collective of NCCL would open a communicator that the engine may not need.
+    Uses the store: a collective of NCCL would open a communicator that the engine may not need. Rank 0 reads all
+    values, and the others read each that differs once.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
@@ -104,9 +107,20 @@ def gather_values(value: Any, stage: str) -> list[Any]:
     with STARTUP.waiting(stage):
         store.set(keys[dist.get_rank()], json.dumps(value))
         if dist.get_rank() == 0:
-            store.set(key, json.dumps([json.loads(store.get(each)) for each in keys]))
-        everyone: list[Any] = json.loads(store.get(key))
-    return everyone
+            store.set(key, alike_text([each.decode() for each in read_all(store, keys)]))
+        return from_alike(store.get(key).decode())
+
+
+def alike_text(texts: Sequence[str]) -> str:
+    """Return the JSON texts of all ranks as one, in which each that differs is written once."""
+    found = by_words(dict(enumerate(texts)))
+    return json.dumps([[text, runs(ranks)] for text, ranks in found.items()])
+
+
+def from_alike(text: str) -> list[Any]:
+    """Return the values of all ranks, from what `alike_text` returned."""
+    found = {rank: each for each, where in json.loads(text) for first, last in where for rank in range(first, last + 1)}
+    return [json.loads(found[rank]) for rank in range(len(found))]
 
 
 def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +25,15 @@ from zerocli.profile.lines import History, Line
 from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.output import report
 from zerocli.run.output.metrics import MetricsFile, Recorder
+from zerocli.run.output.stragglers import Stragglers
 from zerocli.run.output.writers import Writers
 from zerocli.run.processes.launch import saves
-from zerocli.run.processes.preempt import Preemption
+from zerocli.run.processes.preempt import Preemption, outlive_failures
 from zerocli.run.processes.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from zerocli.checkpoint.saver import Saver
+    from zerocli.run.adapting import Adapter
 
 
 def micro_step(engine: Engine, batch: Batch, seeds: tuple[int, ...], weight: float | None = None) -> torch.Tensor:
@@ -58,8 +62,12 @@ class Run:
     first: int
     between: BetweenSteps
     watchdog: Watchdog
+    hosts: tuple[str, ...] = ()
+    """The node of each rank, on rank 0, if that is known."""
     lines: History = field(default_factory=History)
     """One per step that is done, of which the newest are kept."""
+    adapter: Adapter | None = None
+    """What changes the placement where steps measure other than what was planned."""
 
     @property
     def last(self) -> int:
@@ -117,27 +125,44 @@ class Loop:
         self._preemption = Preemption(config.checkpoint.time_limit, lambda: saver.longest_seconds if saver else 0.0)
         if saver is not None:
             run.watchdog.watch(saver.progress)
-            stack.enter_context(self._preemption)
+            outlive_failures()
         asks = self._preemption.wants_stop if saver is not None else (lambda: False)
         tokens = config.train.batch * config.train.accumulate * replicas * config.train.seq
-        self._recorder = Recorder(engine, tokens, lambda: loader.waited_seconds, asks)
+        adapter, stragglers = run.adapter, Stragglers(engine, run.hosts, run.tell)
+        shares = tuple if adapter is None else adapter.shares
+        if adapter is not None and saver is not None:
+            adapter.is_saving = lambda: saver.busy
+        self._recorder = Recorder(engine, tokens, lambda: loader.waited_seconds, asks, stragglers, shares)
 
     def train(self, step: int) -> None:
         """Run the micro-steps of a step, and its update."""
-        engine, train, batches = self._run.engine, self._run.config.train, self._run.batches
-        replica, replicas = engine.collectives.rank, engine.collectives.world
-        total = torch.zeros((), device=engine.device)
-        for micro in range(train.accumulate):
-            weight = batches.weight(step, micro, replica, replicas)
-            total += micro_step(engine, next(self._loader), (train.seed, step, micro, replica), weight)
-        self._keep(self._recorder.record(engine.step(), total / train.accumulate))
+        engine, accumulate, adapter = self._run.engine, self._run.config.train.accumulate, self._run.adapter
+        batches = itertools.islice(self._loader, accumulate)
+        if adapter is not None and adapter.retries(step):
+            held = list(batches)
+            total = adapter.attempt(step, lambda: self._micro_steps(step, held))
+        else:
+            total = self._micro_steps(step, batches)
+        self._keep(self._recorder.record(engine.step(), total / accumulate))
         if step == self._run.first:
             idle = idle_note(engine.model)
             for note in (*engine.hooks.blocks.notes, *engine.activations.notes, *([idle] if idle else [])):
                 self._run.tell(note)
 
+    def _micro_steps(self, step: int, batches: Iterable[Batch]) -> torch.Tensor:
+        """Run the forwards and backwards of a step; return the sum of their losses."""
+        engine, seed, data = self._run.engine, self._run.config.train.seed, self._run.batches
+        replica, replicas = engine.collectives.rank, engine.collectives.world
+        total = torch.zeros((), device=engine.device)
+        for micro, batch in enumerate(batches):
+            weight = data.weight(step, micro, replica, replicas)
+            total += micro_step(engine, batch, (seed, step, micro, replica), weight)
+        return total
+
     def finish_step(self, step: int) -> bool:
         """Do what is due after a step; return whether the run ends with it."""
+        if self._run.adapter is not None and step < self._last:
+            self._adapt(self._run.adapter, step)
         ended = self._evaluate(step)
         checkpoint, saver = self._run.config.checkpoint, self._saver
         if ended:
@@ -156,7 +181,7 @@ class Loop:
 
     def finish(self) -> None:
         """Write what is left, and wait for the last save."""
-        self._keep(self._recorder.flush())
+        self._keep(self._recorder.flush(last=True))
         if self._saver is not None:
             finish_saving(self._saver, self._run.engine, self._run.options)
         if self._metrics is not None:
@@ -170,15 +195,31 @@ class Loop:
         self._keep(self._recorder.flush())
         with self._recorder.leaving_out():
             improved = between.run(step, self._last)
+        if self._run.adapter is not None:
+            self._run.adapter.disturb()
         if self._best is not None and improved is not None:
             self._best.expect(asdict(improved))
             self._save(step)
         return between.evaluations.exhausted(self._run.config.train.patience) if step < self._last else ""
 
+    def _adapt(self, adapter: Adapter, step: int) -> None:
+        """Plan again if steps have measured other than what was planned, and move the states if that pays."""
+        reason = adapter.observe(step, self._recorder.shared)
+        change = adapter.plan_again(step, self._last - step, reason) if reason else None
+        if change is None:
+            return
+        self._keep(self._recorder.flush())
+        if self._saver is not None:
+            self._saver.wait()
+        with self._recorder.leaving_out():
+            adapter.change(step, change)
+
     def _keep(self, line: Line | None) -> None:
         """Write a step's line, once its numbers have arrived."""
         if line is None:
             return
+        if self._run.adapter is not None:
+            line = replace(line, adapted=self._run.adapter.before.pop(line.step, ""))
         self._run.lines.append(line)
         if self._metrics is not None:
             self._metrics.write(line)

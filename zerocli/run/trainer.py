@@ -24,9 +24,8 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint import source_files
-from zerocli.checkpoint.adapters import base_of
 from zerocli.checkpoint.folder import Folder
-from zerocli.config import AUTO, Config, notes_of, num_micro_steps, sharding_of, to_dict
+from zerocli.config import AUTO, Config, notes_of, num_micro_steps, refuse_shard_ranks, sharding_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show, show_if_unfit, show_json
 from zerocli.data.batches import Batches
@@ -46,6 +45,7 @@ from zerocli.engine.precision import precision
 from zerocli.engine.settings import Settings
 from zerocli.engine.tensor_parallel import local_numel
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError, user_error
+from zerocli.layout.recompute import Recompute
 from zerocli.models import Decoder, build_model
 from zerocli.models.lora import adapted, is_adapter
 from zerocli.plan.blocks.factory import build_external
@@ -57,12 +57,15 @@ from zerocli.ranks.startup import STARTUP
 from zerocli.ranks.store import CONNECT_SECONDS
 from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
-from zerocli.run.automatic import Chosen, choose_or_nearest, choose_together, with_open_batch
+from zerocli.run.adapting import Adapter
+from zerocli.run.automatic import Chosen, adapts, choose_or_nearest, choose_together, with_open_batch
 from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
 from zerocli.run.processes import rank_loss
-from zerocli.run.processes.launch import JOB_FILE, open_files
+from zerocli.run.processes.launch import JOB_FILE, open_files, saves
+from zerocli.run.processes.nodes import Nodes
+from zerocli.run.processes.preempt import noting_signals
 from zerocli.run.processes.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.run.recompute import (
     NOT_TRACED,
@@ -88,15 +91,16 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     machine.allow_open_files(open_files(int(os.environ.get("WORLD_SIZE", "1"))))
     config = with_open_batch(config, options, ranks_here()[0])
-    traced = trace_factory(config, options.auto)
+    traced = trace_factory(config, options.auto or ("offload.placement",) * (config.train.adapt is True))
+    opened_before = dist.is_initialized()
     watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
     try:
-        with watchdog, STARTUP.reporting_to(options.events):
-            join_ranks(config, watchdog)
+        with noting_signals(saves(config)), watchdog, STARTUP.reporting_to(options.events):
+            hosts = join_ranks(config, options, watchdog, shared=saves(config) or options.resume)
             # Our own launcher has locked the folder already; under torchrun or SLURM, rank 0 locks it.
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
             with lock_run_folder(options.run_dir) if first else contextlib.nullcontext():
-                return train_rank(config, options, observer or Observer(), watchdog, traced)
+                return train_rank(config, options, observer or Observer(), watchdog, traced, hosts)
     except Corrupted as error:
         fact, hint = rank_loss.standing(options.run_dir)
         raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=FAILURE) from error
@@ -114,29 +118,51 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         fact, hint = rank_loss.standing(options.run_dir)
         raise UserError(f"{where}{error.strerror}; {fact}", hint=hint, exit_code=FAILURE) from error
     finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
+        if dist.is_initialized() and not opened_before and sys.exc_info()[0] is None:
             dist.destroy_process_group()
 
 
-def join_ranks(config: Config, watchdog: Watchdog) -> None:
-    """Open the process group; the watchdog runs from the moment that its store is reached."""
+def join_ranks(config: Config, options: RunOptions, watchdog: Watchdog, shared: bool) -> tuple[str, ...]:
+    """Compare the nodes and open the process group; return each rank's host, on rank 0.
+
+    `shared` says whether all ranks use the run folder. The watchdog runs from the moment that the store is reached.
+    """
+    limit = config.train.watchdog
+    patience = max(limit, START_SECONDS) if limit else CONNECT_SECONDS
+    hosts: tuple[str, ...] = ()
+    greeted = False
 
     def met(store: dist.Store) -> None:
-        watchdog.connect(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store)
+        nonlocal hosts, greeted
+        nodes = Nodes(store, config, options, shared)
+        nodes.greet(patience)
+        greeted = True
+        watchdog.connect(nodes.rank, nodes.world, store)
+        hosts = nodes.compare(options.refused)
         STARTUP.report("opening the process group")
 
-    limit = config.train.watchdog
-    with STARTUP.waiting("opening the process group"):
-        open_process_group(connect_seconds=max(limit, START_SECONDS) if limit else CONNECT_SECONDS, met=met)
+    try:
+        with STARTUP.waiting("opening the process group"):
+            open_process_group(connect_seconds=patience, met=met)
+    except UserError:
+        if options.refused is None or greeted:
+            raise
+        raise options.refused from None  # rank 0, which would show it, has not come
     if dist.is_initialized():  # opened by the caller before
         watchdog.connect(dist.get_rank(), dist.get_world_size())
+    return hosts
 
 
 def train_rank(
-    config: Config, options: RunOptions, observer: Observer, watchdog: Watchdog, traced: Traced | str = NOT_TRACED
+    config: Config,
+    options: RunOptions,
+    observer: Observer,
+    watchdog: Watchdog,
+    traced: Traced | str = NOT_TRACED,
+    hosts: tuple[str, ...] = (),
 ) -> int:
     """Open a run, train its steps and say how it ended; return the exit code. Collective."""
-    run = open_run(config, options, observer, watchdog, traced)
+    run = dataclasses.replace(open_run(config, options, observer, watchdog, traced), hosts=hosts)
     # The reference starts from the same values: copy them before the first update.
     start = run.engine.state_dict() if options.check else None
     try:
@@ -171,7 +197,9 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     config = with_whole_steps(with_epochs(config, batches, world))
     cap_device(config)
     chosen = choose_run(config, options, traced)
-    config = chosen.config
+    config = dataclasses.replace(
+        chosen.config, train=dataclasses.replace(chosen.config.train, adapt=adapts(config, options))
+    )
     batches.sequences, batches.accumulate = config.train.batch, config.train.accumulate
     with STARTUP.by_itself("opening the held-out data"):
         held_out = open_held_out(config, batches, open_batches, check=rank == 0)
@@ -203,7 +231,24 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
             write_folder(config, options.run_dir, engine.model)
             chosen.save(Path(options.run_dir))
     between = BetweenSteps(config, options, engine, held_out, rank, first)
-    return Run(config, options, engine, batches, rank, first, between, watchdog)
+    run = Run(config, options, engine, batches, rank, first, between, watchdog)
+    if config.train.adapt:
+        run.adapter = open_adapter(run, chosen, recompute)
+    return run
+
+
+def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> Adapter | None:
+    """Return what changes the placement of a run; None where nothing could be changed without changing a number."""
+    engine, config = run.engine, run.config
+    if chosen.model is None or (engine.device.type == "cuda" and engine.updater.on_cpu):
+        return None  # states on the device would be updated there, where sums are rounded in another way
+    compiled = engine.hooks.blocks.on
+    setup = dataclasses.replace(run_setup(config), recompute=recompute, compiled=compiled, checkpoints=0)
+    try:
+        return Adapter(run, chosen, setup, recompute=chosen.recomputes and not compiled)
+    except UserError as error:
+        run.tell(f"note: the placement stays, as there is no plan to compare the run with: {error}")
+        return None
 
 
 def prepare_folder(run_dir: str) -> None:
@@ -225,10 +270,13 @@ def write_folder(config: Config, run_dir: str, model: nn.Module) -> None:
 
 def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Chosen:
     """Return the config with what `--auto` chooses, the same on all ranks. Collective."""
-    if not options.auto:
+    if not options.auto and not adapts(config, options):
         return Chosen(config)
     if config.model.external and isinstance(traced, str):
-        raise UserError(f"--auto: {config.model.source}: {traced}", hint="--stage and --offload instead of --auto")
+        asked, instead = "--auto", "--stage and --offload instead of --auto"
+        if not options.auto:
+            asked, instead = "train.adapt", "--set train.adapt=false"
+        raise UserError(f"{asked}: {config.model.source}: {traced}", hint=instead)
     setup = run_setup(config)
     gathered = functools.partial(gather_values, stage="agreeing on the machine")
     model = None if isinstance(traced, str) else traced
@@ -244,6 +292,7 @@ def cap_device(config: Config) -> None:
 
 def resolve(config: Config, world: int) -> Config:
     """Return the config with all values that depend on the number of ranks filled in, and the share held out."""
+    refuse_shard_ranks(config.parallel, world, int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     accumulate = num_micro_steps(config.train, world, config.parallel.tp)
     train = dataclasses.replace(config.train, accumulate=accumulate)
     parallel = dataclasses.replace(config.parallel, ranks=world)
@@ -292,6 +341,11 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
     model = make_model(config) if model is None else model
     optimizer = config.optimizer
     units = model.unit_modules() if isinstance(model, Decoder) else None
+    base = None
+    if config.lora.rank:
+        from zerocli.checkpoint.adapters import base_of  # imports torch's checkpoints, which takes a second
+
+        base = base_of(config, model)
     settings = Settings(
         **sharding_of(config).shared(),
         lr=schedule_of(config),
@@ -300,7 +354,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         compile=config.model.compile,
         steps=config.train.steps,
         seed=config.train.seed,
-        loaded_base=base_of(config, model),
+        loaded_base=base,
         keep_fp32=(lambda name, _: is_adapter(name)) if config.lora.dtype == "fp32" else None,
         defer_update=True,  # nothing here reads a parameter between a step and the next forward
     )
@@ -366,7 +420,8 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     result = [0.0, 0.0]
     if run.rank == 0:
         accumulate = config.train.accumulate
-        changes: dict[str, Any] = {"stage": 0, "accumulate": accumulate * replicas, "tp": 1, "offload": ""}
+        changes: dict[str, Any] = {"stage": 0, "accumulate": accumulate * replicas, "tp": 1, "shard_ranks": 0}
+        changes["offload"] = ""
         if config.activations.policy == AUTO:
             changes["recompute"] = True  # an unsharded model needs more memory than the choice was made for
         engine = make_engine(config, group=alone, **changes)

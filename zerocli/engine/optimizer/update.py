@@ -111,6 +111,10 @@ class Updater:
         self._known_version = -1
         self._inverse: tuple[StepValues, torch.Tensor | None] | None = None
         """The step's values on the CPU, and the factor that stands for dividing by their scale; None: it is 1."""
+        self._into: tuple[Flat, torch.Tensor] | None = None
+        """The flat whose new parameters are also written to memory of a gather, and that memory."""
+        self.interrupted = False
+        """Whether an error has left some states updated and others not."""
         self._left: set[int] = set()
         """Flats whose update has not been fully issued."""
         self._at = LEAD
@@ -209,10 +213,35 @@ class Updater:
     def _needs_whole(self, flat: Flat, values: StepValues) -> bool:
         return any(self._rule.is_whole(values.groups[entry.group % REPLICATED]) for entry in flat.layout.entries)
 
+    def issue_into(self, flat: Flat, own: torch.Tensor, free: StreamEvent) -> bool:
+        """Issue a flat's pending update and also write its new parameters to `own`, device memory that is free then.
+
+        Returns False if `own` is not written: then they are fetched from their tier, where the update writes them too.
+        """
+        assert self.has_pending_update(flat)
+        jobs = self._jobs_of(flat)
+        passes = flat.held == flat.own and jobs[0].passing & {"parameters", "master"}
+        if self._device.type != "cuda" or not passes or sum(job.span.numel for job in jobs) < flat.own.numel:
+            self.issue_updates(flat)
+            return False
+        with self._updating.run(after=self._start):
+            free.wait()
+        self._into = flat, own
+        try:
+            self.issue_updates(flat)
+        finally:
+            self._into = None
+        return True
+
     def issue_updates(self, flat: Flat | None = None) -> None:
         """Issue all updates up to and including this flat's, or all that are left if None."""
         if flat is not None and not self.has_pending_update(flat):
             return
+        self.interrupted = True
+        self._issue_up_to(flat)
+        self.interrupted = False
+
+    def _issue_up_to(self, flat: Flat | None) -> None:
         while self._at < len(self._jobs) + LEAD:
             i = self._at
             self._at += 1
@@ -361,6 +390,8 @@ class Updater:
         elif flat.record is not None:
             flat.record.changed(span.start, span.stop)
         changed = slot.parts.get("parameters", slot.parts.get("master"))
+        if self._into is not None and self._into[0] is flat and changed is not None:
+            self._into[1][span.start : span.stop].copy_(changed)
         if flat.param_store is not None and changed is not None:
             slot.leaving.append(flat.param_store.put(span.start, changed))
         elif flat.param_store is not None:

@@ -111,8 +111,7 @@ def _adam(
     vector: tl.constexpr,
     block: tl.constexpr,
 ):
-    if tl.load(skip) != 0.0:
-        return
+    skipped = tl.load(skip) != 0.0
     program = tl.program_id(0)
     part = parts
     for _ in range(1, num_parts):
@@ -130,6 +129,8 @@ def _adam(
         master = tl.load(masters + place, mask=inside, other=0.0)
     average = tl.load(averages + place, mask=inside, other=0.0)
     square = tl.load(squares + place, mask=inside, other=0.0)
+    # In a skipped step too all is written: parameters that pass through a slot are only there once they are.
+    old_master, old_average, old_square = master, average, square
     if decoupled:
         master -= decay * master
     else:
@@ -138,6 +139,9 @@ def _adam(
     square = tl.load(values + 3) * square + tl.load(values + 4) * grad * grad
     step_size = tl.load(values) / tl.load(values + 7)
     master -= step_size * average / (tl.sqrt_rn(square) / tl.load(values + 8) + tl.load(values + 5))
+    master = tl.where(skipped, old_master, master)
+    average = tl.where(skipped, old_average, average)
+    square = tl.where(skipped, old_square, square)
     tl.store(averages + place, average, mask=inside)
     tl.store(squares + place, square, mask=inside)
     if bf16:  # ties away from zero: [Note: split master]

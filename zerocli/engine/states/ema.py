@@ -145,11 +145,11 @@ class EMA:
         averages: dict[str, torch.Tensor] = {}
         for key in gone:
             part = self._parts.pop(key)
-            whole = whole_of(engine.collectives, part.layout.total, part.average.to(engine.device))
+            whole = whole_of(engine.shards, part.layout.total, part.average.to(engine.device))
             averages |= {e.name: whole[e.offset : e.offset + e.numel].view(e.shape) for e in part.layout.entries}
         for flat in new:
             part = self._parts[_key(flat)] = self._part(flat)
-            whole = whole_of(engine.collectives, flat.layout.total, part.average.to(engine.device))
+            whole = whole_of(engine.shards, flat.layout.total, part.average.to(engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 if entry.name in averages:
                     view.copy_(averages[entry.name])
@@ -168,9 +168,9 @@ class EMA:
     def _put(self, flat: Flat, held: torch.Tensor) -> None:
         """Set the flat's parameters from every rank's held part. Collective."""
         engine = self._engine
-        whole = whole_of(engine.collectives, flat.layout.total, held.to(engine.device))
+        whole = whole_of(engine.shards, flat.layout.total, held.to(engine.device))
         load_whole(flat, whole.to(engine.device))
-        engine.collectives.take_nbytes()
+        engine.forget_traffic()
 
     def _refuse_applied(self, call: str) -> None:
         if self._applied:

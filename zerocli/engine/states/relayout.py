@@ -58,13 +58,13 @@ def refit(engine: Engine, changed: list[Unit]) -> None:
 
 
 def _lay_out_again(engine: Engine, changed: list[Unit]) -> None:
-    model, builder, state_names, collectives = engine.model, engine.builder, engine.rule.state_names, engine.collectives
+    model, builder, state_names, shards = engine.model, engine.builder, engine.rule.state_names, engine.shards
     saved: _Saved = {}
     aliases = Aliases(model, engine.device)
     aliases.find_in(flat for unit in changed for flat in unit.flats)
     for unit in changed:
         for flat in unit.flats:
-            saved.update(_whole_values(flat, state_names, collectives))
+            saved.update(_whole_values(flat, state_names, shards))
             _give_back(flat)
         trained = {id(p) for flat in unit.trainable for p in flat.parameters}
         names = {
@@ -75,14 +75,14 @@ def _lay_out_again(engine: Engine, changed: list[Unit]) -> None:
         builder.lay_out(unit, named, lambda p, trained=trained: p.requires_grad or id(p) in trained)  # type: ignore[misc]
 
     def values(flat: Flat) -> torch.Tensor:
-        return _joined(flat, [saved[id(p)][0] for p in flat.parameters], collectives.device)
+        return _joined(flat, [saved[id(p)][0] for p in flat.parameters], shards.device)
 
     builder.place(engine.units, [flat for unit in changed for flat in unit.flats], values)
     for unit in changed:
         for flat in unit.trainable:
             for name in state_names:
                 parts = [saved[id(p)][1].get(name) for p in flat.parameters]
-                whole = _joined(flat, parts, collectives.device)
+                whole = _joined(flat, parts, shards.device)
                 write_held(flat, name, whole[flat.held.start : flat.held.stop])
     aliases.redirect(engine.flats())
 
@@ -90,14 +90,14 @@ def _lay_out_again(engine: Engine, changed: list[Unit]) -> None:
 _Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-def _whole_values(flat: Flat, state_names: Sequence[str], collectives: Collectives) -> _Saved:
+def _whole_values(flat: Flat, state_names: Sequence[str], shards: Collectives) -> _Saved:
     """Return each parameter's whole value and optimizer states, on the CPU, by the parameter's id. Collective."""
-    values = flat.views(whole_parameters(collectives, flat))
+    values = flat.views(whole_parameters(shards, flat))
     arrays: dict[str, list[torch.Tensor]] = {}
     if flat.trainable:
         for name in state_names:
-            held = read_held(flat, name, collectives.device)
-            arrays[name] = flat.views(join_parts(collectives, flat, held))
+            held = read_held(flat, name, shards.device)
+            arrays[name] = flat.views(join_parts(shards, flat, held))
     return {
         id(parameter): (values[i].clone(), {name: views[i].clone() for name, views in arrays.items()})
         for i, parameter in enumerate(flat.parameters)

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
 
 
-def _forget_traffic(engine: Engine) -> None:
-    """Exclude the bytes moved here from the training traffic counts."""
-    engine.collectives.take_nbytes()
-    engine.tensor_parallel.take_nbytes()
-
-
 @torch.no_grad()
 def parameter_values(engine: Engine, held: Mapping[int, torch.Tensor] | None = None) -> dict[int, torch.Tensor]:
     """Return whole parameters, on the CPU, by their ids. Collective.
@@ -37,12 +31,12 @@ def parameter_values(engine: Engine, held: Mapping[int, torch.Tensor] | None = N
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
         if held is not None and id(flat) in held:
-            whole = join_parts(engine.collectives, flat, held[id(flat)].to(engine.device))
+            whole = join_parts(engine.shards, flat, held[id(flat)].to(engine.device))
         else:
-            whole = whole_parameters(engine.collectives, flat)
+            whole = whole_parameters(engine.shards, flat)
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
             values[id(parameter)] = engine.tensor_parallel.join(entry.name, view.clone())
-    _forget_traffic(engine)
+    engine.forget_traffic()
     return values
 
 
@@ -68,7 +62,7 @@ def load_model_state(engine: Engine, module: nn.Module, state: Mapping[str, Any]
         owner._buffers[name] = new.to(engine.device)
     for owner, extra in loaded.extra:
         owner.set_extra_state(extra)
-    _forget_traffic(engine)
+    engine.forget_traffic()
     return IncompatibleKeys(loaded.missing, loaded.unexpected)
 
 
@@ -96,7 +90,7 @@ def _load_parameters(engine: Engine, flat: Flat, values: Mapping[int, torch.Tens
     dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
     whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
     if any(value is None for value in given):
-        whole.copy_(whole_parameters(engine.collectives, flat))  # the others stay as they are
+        whole.copy_(whole_parameters(engine.shards, flat))  # the others stay as they are
     for value, entry, view in zip(given, flat.layout.entries, flat.views(whole), strict=True):
         if value is not None:
             view.copy_(engine.tensor_parallel.part(entry.name, value))
@@ -137,10 +131,10 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
     flats, states = list(engine.trainable()), dict[str, dict[str, torch.Tensor]]()
     for flat in flats:
         for key in engine.rule.state_names:
-            whole = join_parts(engine.collectives, flat, read_held(flat, key, engine.device))
+            whole = join_parts(engine.shards, flat, read_held(flat, key, engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
-    _forget_traffic(engine)
+    engine.forget_traffic()
     kept = histories(flats, engine.counts, engine.rule)
     for name, history in kept.items():
         copies = {key: value.detach().cpu().clone() for key, value in history.tensors.items()}

@@ -12,7 +12,6 @@ from torch import nn
 
 from zerocli.engine.comm import Collectives
 from zerocli.engine.states.held import adopt, join_parts
-from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused, closest
 
@@ -108,21 +107,25 @@ def gradient(engine: Engine, name: str) -> torch.Tensor | None:
                 mine = torch.tensor(float(index in reducer.received(flat)), device=collectives.device)
                 if not collectives.sum_control(mine).item():
                     return None
-                found = _whole_gradient(flat, reducer, collectives)
+                found = _whole_gradient(engine, flat)
                 whole = found[entry.offset : entry.offset + entry.numel].view(entry.shape)
                 return engine.tensor_parallel.join(entry.name, whole.float()) / float(engine.passes.divisor)
     return None
 
 
-def _whole_gradient(flat: Flat, reducer: Reducer, collectives: Collectives) -> torch.Tensor:
+def _whole_gradient(engine: Engine, flat: Flat) -> torch.Tensor:
     """Return a flat's gradient on the CPU, summed over the ranks but not yet divided."""
-    if flat.gradient.whole is not None and not reducer.reduced:
+    if flat.gradient.whole is not None and not engine.reducer.reduced:
         total = flat.gradient.whole.float()
-        collectives.all_reduce(total).wait()
-        collectives.take_nbytes()
+        engine.collectives.all_reduce(total).wait()
+        engine.forget_traffic()
         return total.cpu()
-    found = join_parts(collectives, flat, flat.gradient.read(collectives.device))
-    collectives.take_nbytes()
+    held = flat.gradient.read(engine.device)
+    if not engine.reducer.reduced:  # summed in this rank's group only
+        held = held.clone()
+        engine.replicas.all_reduce(held).wait()
+    found = join_parts(engine.shards, flat, held)
+    engine.forget_traffic()
     return found
 
 

@@ -31,6 +31,8 @@ class Backward:
         """Gradient status, shared with the engine's parameters."""
         self.count = 0
         """Number of passes since the last step."""
+        self._told = False
+        """Whether the other ranks know of this rank's last error."""
 
     def run(self, loss: torch.Tensor, retain_graph: bool, create_graph: bool) -> None:
         """Accumulate the gradients of a loss in this engine and in all engines that the loss depends on."""
@@ -53,6 +55,7 @@ class Backward:
             for each in self._participants():
                 each._end()
         except BaseException as error:
+            self._told = True
             refusal = self._engine.hooks.explained(error)
             try:
                 self._tell(refusal or error)
@@ -106,6 +109,31 @@ class Backward:
             with contextlib.suppress(Exception):  # the original error is the one to raise
                 self._engine.reducer.launch_rest()
                 self._engine.agreement.fail_pass(error)
+
+    @property
+    def can_give_up(self) -> bool:
+        """Whether all ranks can leave a forward or backward that failed on one of them, with all states unchanged."""
+        engine = self._engine
+        if engine.updater.interrupted:
+            return False
+        if engine.collectives.world * engine.tensor_parallel.world == 1:
+            return True
+        alike = engine.agreement.active or not engine.gatherer.moves  # else another rank may wait in a gather
+        alike = alike and not engine.gatherer.interrupted
+        return engine.agreement.channel is not None and alike and engine.tensor_parallel.world == 1
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave a step whose forward or backward failed with this error, on all ranks; its gradients are lost.
+
+        The others leave their backward with `Disagreed`, and call this with it. Then the step can be run again.
+        """
+        told, self._told = self._told, False
+        if not told:
+            self._tell(error)
+            self._abandon()
+        self._engine.zero_grad()
+        self._engine.hooks.end_step()
+        self._engine.gatherer.restart()
 
     def join(self, name: str) -> None:
         """Join another engine's pass whose loss depends on this engine's parameter `name`; refuse if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,12 @@ from zerocli.engine.units.unit import Flat, State, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import DECODING, gather_limits, gather_name, staged_name
 from zerocli.layout.codecs import scratch_nbytes
+
+
+class BeforeGather(Protocol):
+    """Issues a flat's pending update; see `Updater.issue_into` for `own` and `free`."""
+
+    def __call__(self, flat: Flat, own: torch.Tensor | None = None, free: StreamEvent | None = None, /) -> bool: ...
 
 
 class Decoding(Pending):
@@ -66,11 +73,12 @@ class Gatherer:
         units: list[Unit],
         context: Context,
         deferred: bool,
-        before_gather: Callable[[Flat], None],
+        before_gather: BeforeGather,
         look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
         agree: Callable[[Flat], None],
     ) -> None:
-        self._units, self._collectives, self._device = units, context.collectives, context.device
+        self._units, self._device = units, context.device
+        self._collectives, self._shards = context.collectives, context.shards
         self._waits, self._events = context.waits, context.events
         self._limit = context.sizing.gather_buffers
         self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], context.sizing)
@@ -90,6 +98,8 @@ class Gatherer:
         self._update_order: list[Unit] | None = None
         self._cursor = 0
         self._replaced: list[ReleasedBuffer] = []
+        self.interrupted = False
+        """Whether a gather has failed on this rank that others may have begun."""
         self.deferred = deferred
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
         self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
@@ -138,6 +148,14 @@ class Gatherer:
             self._order, self._seen = self._seen, []
         self._cursor = 0
 
+    def follow(self, other: Gatherer) -> None:
+        """Take over the order of use, and that of updates, from the gatherer of the same units before."""
+        self._order, self._seen, self._update_order = other._order, other._seen, other._update_order
+
+    def restart(self) -> None:
+        """Forget what this step has used: it is run again from its beginning."""
+        self._seen, self._cursor = [], 0
+
     def _position_after(self, index: int) -> int:
         for at in range(self._cursor, len(self._order)):
             if self._order[at] == index:
@@ -182,7 +200,7 @@ class Gatherer:
             flat.pending = None
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
-                flat.attach(buffer.tensor, buffer.views[id(flat)])
+                flat.attach(buffer.wholes[id(flat)], buffer.views[id(flat)])
         flat.gradient.free_used()  # its update came before what was waited for
         if flat.unread:
             flat.forbid_reads(False)
@@ -197,7 +215,9 @@ class Gatherer:
         buffer.views_of(flat)
         try:
             self._agree(flat)
-            flat.pending = self._gather(flat, buffer.tensor, buffer.freed, buffer.staged)
+            self.interrupted = True
+            flat.pending = self._gather(flat, buffer.wholes[id(flat)], buffer.freed, buffer.staged)
+            self.interrupted = False
         except BaseException:
             self._drop(flat)
             raise
@@ -209,7 +229,9 @@ class Gatherer:
 
         Encoded ones arrive in `staged`, unless they are on the device.
         """
-        self._before_gather(flat)  # a pending update must be issued before the parameters are read
+        # A pending update must be issued before the parameters are read; it may write them to their place at once.
+        own = full[flat.own.start : flat.own.stop] if flat.param_store is not None and not flat.codec else None
+        written = self._before_gather(flat, own, freed)
         # After the last compute that reads the buffer, not all that was issued: a prefetch overlaps with the unit that
         # runs now. A new buffer has no event and waits for all: compute may still use the memory it is made from.
         with self._side.run(after=freed):
@@ -221,13 +243,14 @@ class Gatherer:
                     return self._gather_encoded(flat, full, staged)
                 if flat.param_store is None:
                     assert flat.shard is not None
-                    return self._collectives.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
+                    return self._shards.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
                 # Fetch this rank's slice, then all-gather. Only streams wait here; the host waits only for a slow disk.
                 # The all-gather is issued now, not when the slice arrives, so that all ranks keep one launch order.
-                own = full[flat.own.start : flat.own.stop]
-                with self._waits.waiting("transfers"):
-                    flat.param_store.fetch(0, own).wait()
-                return self._collectives.all_gather(full, own, f"parameters of {flat.unit.title}")
+                assert own is not None
+                if not written:
+                    with self._waits.waiting("transfers"):
+                        flat.param_store.fetch(0, own).wait()
+                return self._shards.all_gather(full, own, f"parameters of {flat.unit.title}")
 
     def _gather_encoded(self, flat: Flat, full: torch.Tensor, staged: torch.Tensor | None) -> Pending:
         """Start to fetch and gather an encoded flat, and to decode it into `full`."""
@@ -241,7 +264,7 @@ class Gatherer:
         assert encoded is not None
         if flat.own.numel < flat.layout.total:
             assert staged is not None
-            arrived, encoded = self._collectives.all_gather(staged, encoded, what), staged
+            arrived, encoded = self._shards.all_gather(staged, encoded, what), staged
         pending = Decoding(arrived, functools.partial(self._decode, flat.codec, encoded, full), what)
         if self._device.type == "cuda":  # nothing waits: decoding is queued behind the gather on this side stream
             pending.wait()
@@ -249,7 +272,7 @@ class Gatherer:
         return pending
 
     def _decode(self, codec: str, encoded: torch.Tensor, full: torch.Tensor) -> None:
-        if self._scratch is None:
+        if self._scratch is None and self._scratch_nbytes:
             self._scratch = torch.empty(self._scratch_nbytes, dtype=torch.uint8, device=self._device)
         decode(codec, encoded, full, self._scratch)
 
@@ -258,18 +281,18 @@ class Gatherer:
         # Allocated on the compute stream, which waits for the gather below: the allocator cannot hand the memory on
         # while the gather still writes to it.
         full, staged = self._memory_for(flat)
-        self._gather(flat, full, None, staged).wait()
+        self._gather(flat, full[: flat.layout.total], None, staged).wait()
 
     def refresh(self, flat: Flat) -> None:
         """Start all-gathering the updated slices of resident parameters."""
-        if self._collectives.world == 1:  # its slice is the whole
+        if self._shards.world == 1:  # its slice is the whole
             if self.deferred and flat.trainable and flat.resident is not None:
                 flat.pending = Pending(None, flat.written, "an update")
             return
         if flat.trainable and flat.resident is not None and flat.shard is not None and flat.held == flat.own:
             with self._side.run(after=flat.written), self._events.gather(flat.unit):
                 what = f"parameters of {flat.unit.title}"
-                flat.pending = self._collectives.all_gather(flat.resident, flat.shard, what)
+                flat.pending = self._shards.all_gather(flat.resident, flat.shard, what)
 
     def holds(self, unit: Unit) -> bool:
         """Whether the unit's parameters are gathered or being gathered."""
@@ -374,7 +397,7 @@ class Gatherer:
     def _memory_for(self, flat: Flat) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return memory for a gathered flat, and for what it arrives in if that is encoded."""
         staged, device = flat.spec.staged_nbytes, self._device
-        full = torch.empty(flat.layout.total, dtype=flat.dtype, device=device)
+        full = torch.empty(flat.spec.gather_size[0], dtype=flat.dtype, device=device)
         return full, torch.empty(staged, dtype=torch.uint8, device=device) if staged else None
 
     def released_with_views(self) -> list[ReleasedBuffer]:

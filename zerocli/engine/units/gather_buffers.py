@@ -26,6 +26,8 @@ class Buffer:
     used_at: int = 0
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Parameter views by flat id, created once."""
+    wholes: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The part that a flat takes, by its id."""
     own_uses: int = 0
     """Use count of the storage without references from outside the gatherer."""
     last: Flat | None = None
@@ -47,8 +49,9 @@ class Buffer:
     def views_of(self, flat: Flat) -> list[torch.Tensor]:
         """Return the flat's parameters as views of the buffer; called while no other code refers to it."""
         if id(flat) not in self.views:
+            self.wholes[id(flat)] = self.tensor[: flat.layout.total]
             self.views[id(flat)] = flat.views(self.tensor)
-            mark_own(*self.views[id(flat)])
+            mark_own(self.wholes[id(flat)], *self.views[id(flat)])
         self.own_uses, self.last = self.uses, flat
         return self.views[id(flat)]
 

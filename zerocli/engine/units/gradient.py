@@ -57,6 +57,15 @@ class FlatGradient:
         """Keep the whole gradient in this memory."""
         self.whole, self.held = whole, whole[self._flat.held.start : self._flat.held.stop]
 
+    def move(self, store: Store | None, device: torch.device) -> None:
+        """Keep it in `store` from now on, or on the device; its values are lost, so no step may have begun."""
+        if self.store is not None:
+            self.store.free()
+        self.free_used()
+        self.store, self.held, self.whole, self._views = store, None, None, []
+        if store is None and self.stays:
+            self.open(device)
+
     def part(self, index: int) -> torch.Tensor:
         """Return a parameter's part of the whole gradient, which is allocated."""
         assert self.whole is not None

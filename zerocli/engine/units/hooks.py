@@ -61,12 +61,10 @@ class Hooks:
         self._modules = [unit.module for unit in engine.units]
         self._outside = list(outside(engine.model, {id(unit.module) for unit in engine.units[1:]}))
         """The modules outside of all units but the rest; recomputed units may change their state."""
-        for unit in engine.units:
-            entry = wrap(unit.module, unit, self)
-            if unit in recomputed:
-                entry.body = self._recomputed(unit, entry.body, recomputed[unit])
-            else:
-                entry.body = self._compiled(unit, entry.body)
+        entries = {unit: wrap(unit.module, unit, self) for unit in engine.units}
+        self._bodies = {unit: (entry, entry.body) for unit, entry in entries.items()}
+        """The entry of each unit, and its module's own forward."""
+        self.recompute(recomputed)
         for module in outside_of_units(engine.model, engine.units):
             wrap(module, engine.units[0], self)
             self._modules.append(module)
@@ -74,6 +72,12 @@ class Hooks:
         self._recurrent = [module for module in engine.model.modules() if isinstance(module, nn.RNNBase)]
         for module in self._recurrent:
             module.__dict__["flatten_parameters"] = _leave_in_place
+
+    def recompute(self, recomputed: Mapping[Unit, bool]) -> None:
+        """Recompute these units, each whole or selectively, from the next forward on."""
+        for unit, (entry, body) in self._bodies.items():
+            chosen = unit in recomputed
+            entry.body = self._recomputed(unit, body, recomputed[unit]) if chosen else self._compiled(unit, body)
 
     def close(self) -> None:
         """Restore the modules' original classes and methods."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from zerocli.layout.constants import NARROWED_AT_A_TIME
+
 REMAINDER = "remainder"
 """Name of the array that holds the master's low bits."""
 
@@ -51,7 +53,11 @@ def narrow(values: torch.Tensor, dtype: torch.dtype, copy: bool = False) -> torc
     """Return values in the compute dtype; fp32 is rounded to bf16 as `split_` does."""
     if dtype == torch.bfloat16 and values.dtype == torch.float32:
         values = values.contiguous()
-        return _past_ties(values.view(torch.int32), torch.empty_like(values)).to(dtype)
+        out = torch.empty_like(values, dtype=dtype)
+        rounded = values.new_empty(min(values.numel(), NARROWED_AT_A_TIME))
+        for part, made in zip(*(each.view(-1).split(NARROWED_AT_A_TIME) for each in (values, out)), strict=True):
+            made.copy_(_past_ties(part.view(torch.int32), rounded[: part.numel()]))
+        return out
     return values.to(dtype, copy=copy)
 
 

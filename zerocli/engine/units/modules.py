@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zerocli.engine.guards.parameters import Released
+from zerocli.engine.units.odd_widths import linear_forward
 from zerocli.engine.units.unit import Unit, outside
 from zerocli.errors import Refused
 
@@ -33,7 +34,7 @@ class Entry:
         self.root = self.own and unit.index == 0
         self.before = module.__dict__.get("forward")
         """The forward that the user had set on the instance, if any."""
-        self.body: Callable[..., Any] = module.forward
+        self.body: Callable[..., Any] = linear_forward(module) or module.forward
         self.methods: list[str] = []
         """Attributes of the instance that sharding added."""
         self.called = False

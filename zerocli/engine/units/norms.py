@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from zerocli.engine.tensor_parallel import TensorParallel
+from zerocli.engine.context import Context
 from zerocli.engine.units.buckets import BucketPlans
 from zerocli.engine.units.unit import Flat
 from zerocli.layout.shards import Span
@@ -23,10 +23,9 @@ class GradientNorms:
     Sums in different data-parallel groups may be rounded differently, so replicated gradients can differ.
     """
 
-    def __init__(
-        self, flats: list[Flat], plans: BucketPlans, tensor_parallel: TensorParallel, device: torch.device
-    ) -> None:
-        self._flats, self._plans, self._tensor_parallel, self._device = flats, plans, tensor_parallel, device
+    def __init__(self, flats: list[Flat], plans: BucketPlans, context: Context) -> None:
+        self._flats, self._plans, self._device = flats, plans, context.device
+        self._tensor_parallel, self._replicas = context.tensor_parallel, context.replicas
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """By (index of the flat, first column)."""
 
@@ -73,9 +72,9 @@ class GradientNorms:
             self._norms[self._flats.index(flat), part.start] = _norm(measured)
 
     def sum_of_squares(self) -> torch.Tensor:
-        """Return the sum of squares of the gradients this rank owns, in fp64; replicated ones count as 1/tp."""
-        squares = torch.zeros((), dtype=torch.float64, device=self._device)
-        for replicated, copies in ((False, 1), (True, self._tensor_parallel.world)):
+        """Return this rank's part of the sum of squares, in fp64: a gradient that n ranks hold counts as 1/n of it."""
+        squares, each = torch.zeros((), dtype=torch.float64, device=self._device), self._replicas.world
+        for replicated, copies in ((False, each), (True, each * self._tensor_parallel.world)):
             if norms := self._norms_of(replicated):
                 squares = squares + torch.stack(norms).double().square().sum() / copies
         return squares

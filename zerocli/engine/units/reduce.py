@@ -1,7 +1,8 @@
 """Reducing: gradients are reduced to the ranks that own them, overlapped with the rest of backward.
 
 Gradients that are not partitioned are kept whole in flat buffers and reduced in place on the last micro-step.
-Partitioned gradients are reduce-scattered on every micro-step and then freed. This module follows which gradients have
+Partitioned gradients are reduce-scattered on every micro-step and then freed. If groups of ranks hold the same slices,
+their sums are added on the last micro-step. This module follows which gradients have
 arrived, and when a flat may be launched; reductions.py reduces it. All ranks launch the units in the same order, even
 if they use different parameters.
 """
@@ -42,8 +43,8 @@ class Reducer:
         self._together = False
         """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
         self._flats = [flat for unit in units for flat in unit.trainable]
-        plans = BucketPlans(self._flats, context.sizing, context.collectives.world)
-        self.norms = GradientNorms(self._flats, plans, context.tensor_parallel, context.device)
+        plans = BucketPlans(self._flats, context.sizing, context.shards.world)
+        self.norms = GradientNorms(self._flats, plans, context)
         """Norms of the reduced gradients, measured by the step's last pass."""
         self._reductions = Reductions(self._flats, context, plans, self.norms)
         self._order = list(reversed(self._flats))
@@ -68,7 +69,9 @@ class Reducer:
         self._first = self._last = True
         self.active = False
         self.reduced = False
-        """Whether gradients that are kept whole have been summed over the ranks."""
+        """Whether gradients have been summed over all ranks."""
+        # Replicas are summed in a step's last pass.
+        self._reduces_each_pass = context.sizing.stage.gradients and context.replicas.world == 1
         self._handles = [self._register(flat, index) for flat in self._flats for index in range(len(flat.parameters))]
 
     def close(self) -> None:
@@ -237,7 +240,7 @@ class Reducer:
         if self._last:
             self.norms.measure_on_device()  # offloaded gradients were measured as they were written
             self._held.clear()
-        self.active, self.reduced = False, self._last or self._stage.gradients
+        self.active, self.reduced = False, self._last or self._reduces_each_pass
         if not self._ordered_by_use:
             self._adopt_order()
 
@@ -247,6 +250,7 @@ class Reducer:
             self.begin(first=False, last=True)
             self.finish()
             return
+        self._reductions.sum_replicas()
         self.norms.measure_on_device()
         self.norms.measure_offloaded()
 
@@ -286,6 +290,10 @@ class Reducer:
         if order is not None and sorted(order) == list(range(len(self._flats))):
             self._order = [self._flats[i] for i in order]
             self._ordered_by_use = True
+
+    def follow(self, other: Reducer) -> None:
+        """Take over the launch order, and zero gradients that are kept, from the reducer of the same flats before."""
+        self._order, self._ordered_by_use, self._zeros = other._order, other._ordered_by_use, other._zeros
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the reduction buckets."""

@@ -2,16 +2,24 @@
 
 Whole gradients are reduced in place; neighbours in memory are all-reduced together. Partitioned gradients are
 reduce-scattered through buckets into the gradient shard, or through the bucket to another tier.
+
+[Note: groups of ranks] If states are partitioned within groups, gradients are summed in each group first. In a step's
+last pass the slice that a rank has is then all-reduced over the ranks that hold the same slice in other groups. On a
+GPU the side stream orders both. On a CPU the host must wait for the first sum before it issues the second: it does so
+when the next flat is launched, or at the end of backward, in the order of launches, which is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
+from zerocli.engine.comm import Pending
 from zerocli.engine.context import Context
 from zerocli.engine.guards.parameters import take_grad
 from zerocli.engine.streams import SideStream
@@ -19,7 +27,21 @@ from zerocli.engine.units.buckets import BucketPlan, BucketPlans, Completion, Po
 from zerocli.engine.units.norms import GradientNorms
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.layout.buffers import BUCKETS, bucket_limit
-from zerocli.layout.shards import Span
+from zerocli.layout.shards import Span, round_up
+
+_Finish = Callable[[], None]
+"""Waits for work that was issued, and does what is left."""
+
+
+@dataclass(eq=False)
+class _Sum:
+    """A sum within this rank's group that is in flight on a CPU."""
+
+    pending: Pending
+    follow: Callable[[], _Finish]
+    """Issues what comes after the sum; returns what finishes that."""
+    finish: _Finish | None = None
+    """Set once `follow` was called."""
 
 
 class Reductions:
@@ -28,14 +50,16 @@ class Reductions:
     def __init__(self, flats: list[Flat], context: Context, plans: BucketPlans, norms: GradientNorms) -> None:
         sizing, device, waits = context.sizing, context.device, context.waits
         self._stage, self._plans, self._norms = sizing.stage, plans, norms
-        self._collectives, self._device = context.collectives, device
+        self._shards, self._replicas, self._device = context.shards, context.replicas, device
         self._waits, self._events = waits, context.events
         self._side = SideStream(device)
-        # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype.
+        # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype. With
+        # replicas, each rank of a group has a slice of every piece.
+        slices = self._shards.world if self._replicas.world > 1 else 1
         self._limits: dict[torch.dtype, int] = {}
         for flat in flats:
             if flat.gradient.is_whole:
-                elements = max(1, sizing.bucket_nbytes // plans.dtype(flat).itemsize)
+                elements = round_up(max(1, sizing.bucket_nbytes // plans.dtype(flat).itemsize), slices)
                 self._limits[flat.gradient.dtype] = min(elements, self._limits.get(flat.gradient.dtype, elements))
         count = bucket_limit([flat.spec for flat in flats], sizing)
         self._buckets, self._lift = Pool(count, device, waits), Pool(count, device, waits)
@@ -44,6 +68,9 @@ class Reductions:
         self._newest_in_run: Unit
         """The unit of the last gradient in the run."""
         self._unfinished: list[Completion] = []
+        self._sums: deque[_Sum] = deque()
+        """Sums whose `follow` is not called yet, in the order of their launch."""
+        self._flats = flats
         self._first = self._last = True
 
     def begin(self, first: bool, last: bool) -> None:
@@ -52,6 +79,7 @@ class Reductions:
 
     def launch(self, flat: Flat) -> None:
         """Launch the reduction of a flat's gradients, all of which have arrived or count as zero."""
+        self._start_sums_over_replicas()
         flat.gradient.open(self._device)  # on the stream of backward; the reduction has another
         if flat.gradient.is_whole:
             self._reduce_whole(flat)
@@ -61,6 +89,7 @@ class Reductions:
     def finish(self) -> None:
         """Launch what is still held back, and complete all reductions."""
         self._reduce_run()
+        self._start_sums_over_replicas()
         for cause, rests in itertools.groupby(self._unfinished, key=lambda rest: rest.cause):
             with self._waits.waiting(cause):
                 for rest in rests:
@@ -77,6 +106,7 @@ class Reductions:
 
     def _forget(self) -> None:
         self._unfinished.clear()
+        self._sums.clear()
         self._buckets.clear()
         self._lift.clear()
 
@@ -84,6 +114,64 @@ class Reductions:
         """Yield (category, name, tensor) of the reduction buckets."""
         for bucket in (*self._buckets.all(), *self._lift.all()):
             yield "buffers", BUCKETS, bucket.memory
+
+    # -- what follows a sum ----------------------------------------------------------------------------------------
+
+    def _after(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
+        """Call `follow` once the sum is complete, in the order of launches; return what finishes both."""
+        if self._device.type == "cuda":  # ordered by the stream that this runs on
+            return follow()
+        this = _Sum(pending, follow)
+        self._sums.append(this)
+
+        # On a CPU the sum is complete only when the host has waited for it.
+        def finish() -> None:
+            if this.finish is None:
+                self._follow_up(this)
+            assert this.finish is not None
+            this.finish()
+
+        return finish
+
+    def _start_sums_over_replicas(self) -> None:
+        """Issue the second sums of what was launched before."""
+        if self._replicas.world > 1 and self._sums:
+            with self._waits.waiting("collectives"):
+                self._follow_up(self._sums[-1])
+
+    def _follow_up(self, last: _Sum) -> None:
+        """Issue what follows the sums up to `last`, in their order; the host waits for each."""
+        while self._sums:
+            first = self._sums.popleft()
+            first.pending.wait()
+            first.finish = first.follow()
+            if first is last:
+                return
+
+    def _then(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
+        """Call `follow` on the stream that this runs on; on a CPU when the host finishes, which waits for `pending`."""
+        if self._device.type == "cuda":
+            return follow()
+
+        def finish() -> None:
+            pending.wait()
+            follow()()
+
+        return finish
+
+    def _sum_over_replicas(self, part: torch.Tensor, what: str) -> Pending:
+        """Sum a slice over the ranks that hold the same one, in the step's last pass."""
+        return self._replicas.all_reduce(part, what) if self._last else self._replicas.reached()
+
+    def sum_replicas(self) -> None:
+        """Sum all gradients over the replicas now: the step ends without a last pass."""
+        if self._replicas.world == 1:
+            return
+        for flat in self._flats:
+            found = flat.gradient.read(self._device)
+            self._replicas.all_reduce(found, _what(flat)).wait()
+            if flat.gradient.store is not None:
+                flat.gradient.store.put(0, found).synchronize()
 
     # -- whole gradients -------------------------------------------------------------------------------------------
 
@@ -93,8 +181,9 @@ class Reductions:
         assert whole is not None and held is not None
         if self._stage.optimizer:
             with self._side.run(), self._events.reduce(flat.unit):
-                pending = self._collectives.reduce_scatter(held, whole, _what(flat))
-            self._unfinished.append(Completion(pending.wait))
+                pending = self._shards.reduce_scatter(held, whole, _what(flat))
+                finish = self._after(pending, lambda: self._sum_over_replicas(held, _what(flat)).wait)
+            self._unfinished.append(Completion(finish))
             return
         if self._run and not _adjoin(self._run[-1], whole):
             self._reduce_run()
@@ -113,8 +202,20 @@ class Reductions:
         self._run = []
         with self._side.run(), self._events.reduce(self._newest_in_run):
             for piece in Span(0, numel).pieces(self._limits[whole.dtype]):
-                pending = self._collectives.all_reduce(whole[piece.start : piece.stop], "gradients")
-                self._unfinished.append(Completion(pending.wait))
+                self._unfinished.append(Completion(self._sum_everywhere(whole[piece.start : piece.stop])))
+
+    def _sum_everywhere(self, whole: torch.Tensor) -> _Finish:
+        """Sum a piece over all ranks; of several groups, each rank sums its slice over the replicas."""
+        if self._replicas.world == 1:
+            return self._shards.all_reduce(whole, "gradients").wait
+        each = whole.numel() // self._shards.world
+        part = whole[self._shards.rank * each : (self._shards.rank + 1) * each]
+
+        def join() -> _Finish:
+            return self._shards.all_gather(whole, part, "gradients").wait
+
+        pending = self._shards.reduce_scatter(part, whole, "gradients")
+        return self._after(pending, lambda: self._then(self._sum_over_replicas(part, "gradients"), join))
 
     # -- partitioned gradients -------------------------------------------------------------------------------------
 
@@ -125,11 +226,15 @@ class Reductions:
             grad = take_grad(parameter)
             sources.append(None if grad is None else grad.reshape(-1))
         plans = self._plans.of(flat)
-        if self._collectives.world == 1 and flat.gradient.held is not None:
+        if self._shards.world == 1 and flat.gradient.held is not None:
             # With one rank the gradient shard itself serves as the bucket.
             for plan in plans:
                 part = flat.gradient.held[plan.columns.start : plan.columns.stop]
                 fill(part, plan, sources, add=not self._first)
+                if self._last and self._replicas.world > 1:
+                    with self._side.run(), self._events.reduce(flat.unit):
+                        pending = self._replicas.all_reduce(part, _what(flat))
+                    self._unfinished.append(Completion(pending.wait))
             return
         for plan in plans:
             bucket = self._buckets.take(self._plans.numel(flat), self._plans.dtype(flat))
@@ -141,38 +246,31 @@ class Reductions:
             bucket.busy = Completion(finish, "transfers" if flat.gradient.store is not None else "collectives")
             self._unfinished.append(bucket.busy)
 
-    def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> Callable[[], None]:
+    def _scatter(self, flat: Flat, plan: BucketPlan, memory: torch.Tensor) -> _Finish:
         """Reduce-scatter one bucket into its columns of the gradient shard; return the function that completes it."""
         target = flat.gradient.held[plan.columns.start : plan.columns.stop] if flat.gradient.held is not None else None
         if target is not None and self._first and target.dtype == memory.dtype:
-            return self._collectives.reduce_scatter(target, memory, _what(flat)).wait
+            pending = self._shards.reduce_scatter(target, memory, _what(flat))
+            return self._after(pending, lambda: self._sum_over_replicas(target, _what(flat)).wait)
         # The sum goes into the bucket's own slice: the bucket is not read after the reduce-scatter.
-        rank = self._collectives.rank
+        rank = self._shards.rank
         part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
-        pending = self._collectives.reduce_scatter(part, memory, _what(flat))
+        pending = self._shards.reduce_scatter(part, memory, _what(flat))
 
-        def merge() -> Callable[[], None]:
+        def merge() -> _Finish:
             if target is None:
                 return self._send(flat, plan, part)
             target.copy_(part) if self._first else target.add_(part)
-            return self._collectives.reached().wait
+            return self._sum_over_replicas(target, _what(flat)).wait
 
-        if self._device.type == "cuda":  # ordered by the stream that this runs on
-            return merge()
+        return self._after(pending, merge)
 
-        # On a CPU the sum is complete only when the host has waited for it.
-        def finish() -> None:
-            pending.wait()
-            merge()()
-
-        return finish
-
-    def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> Callable[[], None]:
+    def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> _Finish:
         """Add a reduced piece to the offloaded gradient; return the function that waits for the write."""
         store = flat.gradient.store
         assert store is not None
         if not self._first or part.dtype != store.dtype:
-            lift = self._lift.take(self._plans.numel(flat) // self._collectives.world, store.dtype)
+            lift = self._lift.take(self._plans.numel(flat) // self._shards.world, store.dtype)
             piece = lift.memory[: part.numel()]
             if self._first:
                 piece.copy_(part)
@@ -182,13 +280,17 @@ class Reductions:
                 piece.add_(part)
         else:
             lift, piece = None, part
-        if self._last:
-            self._norms.measure_piece(flat, plan.columns, piece)
-        done = store.put(plan.columns.start, piece).wait
+
+        def write() -> _Finish:
+            if self._last:
+                self._norms.measure_piece(flat, plan.columns, piece)
+            return store.put(plan.columns.start, piece).wait
+
+        done = Completion(self._then(self._sum_over_replicas(piece, _what(flat)), write), "transfers")
         if lift is not None:
-            lift.busy = Completion(done, "transfers")
-            self._unfinished.append(lift.busy)
-        return done
+            lift.busy = done
+            self._unfinished.append(done)
+        return done.run
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:

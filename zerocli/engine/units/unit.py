@@ -452,7 +452,7 @@ def build_flats(
     dtype_of: Callable[[str, nn.Parameter], torch.dtype],
     trains: Callable[[nn.Parameter], bool],
     stage: Stage,
-    collectives: Collectives,
+    shards: Collectives,
     codec: str = "",
     encodes: Callable[[str], bool] = lambda name: True,
 ) -> None:
@@ -474,9 +474,9 @@ def build_flats(
     for (trainable, dtype, used), members in kinds.items():
         groups = [group_of(name, p) if trainable else 0 for name, p in members]
         places = [(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)]
-        layout = lay_out(places, collectives.world, align_of(used))
+        layout = lay_out(places, shards.world, align_of(used))
         by_name = dict(members)
         ordered = [by_name[entry.name] for entry in layout.entries]
-        ranks = (collectives.world, collectives.rank)
+        ranks = (shards.world, shards.rank)
         spec = flat_spec(unit.name or "rest", layout, dtype.itemsize, stage, *ranks, trainable, used)
         unit.flats.append(Flat(unit, spec, ordered, dtype))

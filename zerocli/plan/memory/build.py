@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from offload.placement import HBM
-from zerocli.errors import DOES_NOT_FIT, UserError
+from zerocli.errors import DOES_NOT_FIT, UserError, user_error
 from zerocli.layout import constants
 from zerocli.layout.buffers import (
     SlotKey,
@@ -21,6 +21,7 @@ from zerocli.layout.buffers import (
 )
 from zerocli.layout.categories import model_states
 from zerocli.layout.flats import FP32, FlatSpec
+from zerocli.layout.shards import check_shard_ranks
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory import saves
@@ -51,6 +52,10 @@ def check(setup: Setup) -> None:
             f"{setup.ranks_per_node} ranks per node do not divide ranks {setup.ranks}",
             hint=f"--ranks {_up(setup.ranks, setup.ranks_per_node)}",
         )
+    try:
+        check_shard_ranks(setup.shard_ranks, setup.dp, setup.local_ranks // setup.tp)
+    except ValueError as error:
+        raise user_error(error) from error
 
 
 def _up(number: int, multiple: int) -> int:
@@ -79,7 +84,7 @@ def _plan_eager(model: Replayable, setup: Setup) -> Plan:
     model.check(setup)
     flats = flats_with_largest_slots(model, setup)
     peaks = Replay(model, setup, flats).run()
-    if setup.device == "cpu" and setup.dp > 1:
+    if setup.device == "cpu" and setup.shards > 1:
         with_gloo = Replay(model, setup, flats, with_gloo=True).run().highest.nbytes
         peaks = dataclasses.replace(peaks, gloo_nbytes=with_gloo - peaks.highest.nbytes)
     return plan_peaks(model, setup, flats, peaks)
@@ -126,7 +131,7 @@ def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
     each = -(-numel // setup.tp)
     state_width = FP32 * (setup.num_states + (setup.width < FP32))  # the paper's: its master is whole
     trained = -(-(numel - frozen) // setup.tp)
-    held = model_states(each, setup.stage, setup.dp, setup.width, setup.grad_width, state_width, trained)
+    held = model_states(each, setup.stage, setup.shards, setup.width, setup.grad_width, state_width, trained)
     placement = setup.placement()
     rows = []
     for kind, category in WORDS.items():
@@ -157,7 +162,7 @@ def _states_formula(category: str, numel: int, setup: Setup, split: bool, state_
         "gradients": f"{setup.grad_width} B",
         "optimizer_states": f"{state_width} B",
     }[category]
-    return f"{width} x {format_count(numel)} parameters" + (f" / {setup.dp} ranks" if split else "")
+    return f"{width} x {format_count(numel)} parameters" + (f" / {setup.shards} ranks" if split else "")
 
 
 def _device_rows(model: Replayable, setup: Setup, peaks: Peaks) -> list[Row]:

@@ -73,12 +73,6 @@ class Decoder:
         """Number of different masks: with a window, and of packed rows without one."""
 
     @property
-    def before_recomputation(self) -> int:
-        """Bytes of gradients that a block's backward makes before it needs a saved tensor: that of the last adapter."""
-        lora = self.shape.lora
-        return self.hidden if lora is not None and "down" in lora.targets and not self.shape.dropout else 0
-
-    @property
     def mask_scratch(self) -> int:
         """Bytes of what a mask is made of: where attention may look, a byte per pair of tokens."""
         rows = self.batch.batch if self.batch.packed else 0
@@ -154,22 +148,33 @@ class Decoder:
         if lora is None or not (chosen := lora.of(names)):
             return y
         tokens, width = self.batch.tokens, self.batch.width
-        parts = []
-        for name in names:
-            inputs, outputs = self.shape.projections()[name]
-            if name not in chosen:
-                parts.append(Tensor(t.new(tokens * outputs * width)))  # zeros
-                continue
-            a, b = (self._params("block", f"{name}.{each}", block=block) for each in "ab")
-            grad = tokens * inputs * width
-            thin, high = tokens * lora.rank * width, tokens * outputs * width
-            given = self._dropped(t, x, tokens * inputs) if lora.dropout else x
-            low = t.op("adapter", [given], thin, [given.storage], [grad], params=a, unit=unit, product=True)
-            parts.append(t.op("adapter", [low], high, [low.storage], params=b, unit=unit, product=True))
-            del low, given
-        joined = parts.pop() if len(parts) == 1 else t.op("join", parts, y.storage.nbytes, grads=[SHARED] * len(parts))
-        parts.clear()
-        return t.op("add adapters", [y, joined], y.storage.nbytes, grads=[SHARED, y.storage.nbytes])
+        inputs, rank = self.shape.projections()[names[0]][0], lora.rank * len(chosen)
+        outputs = sum(self.shape.projections()[name][1] for name in names)
+        a, b = ([nbytes for n in chosen for nbytes in self._params("block", f"{n}.{e}", block=block)] for e in "ab")
+        grad, thin = tokens * inputs * width, tokens * lora.rank * width
+        if lora.dropout:
+            lows = []
+            for each in a:
+                given = self._dropped(t, x, tokens * inputs)
+                lows.append(
+                    t.op("adapter", [given], thin, [given.storage], [grad], params=[each], unit=unit, product=True)
+                )
+                del given
+            low = (
+                lows.pop() if len(lows) == 1 else t.op("join", lows, tokens * rank * width, grads=[SHARED] * len(lows))
+            )
+            lows.clear()
+        else:
+            joined = [t.new(sum(a))] if len(chosen) > 1 and x.node is not None else []
+            saved = [x.storage, *joined]
+            low = t.op("adapter", [x], tokens * rank * width, saved, [grad], params=a, unit=unit, product=True)
+            del saved, joined
+        wide = [t.new(outputs * rank * width)] if len(names) > 1 else []
+        grads, spare = [SHARED, tokens * rank * width], outputs * rank * width if wide else 0
+        saved = [low.storage, *wide]
+        return t.op(
+            "add adapters", [y, low], y.storage.nbytes, saved, grads, 0, spare, params=b, unit=unit, product=True
+        )
 
     def sum_out(self, t: Tape, y: Tensor, bias: list[int], unit: int) -> Tensor:
         """Sum an output over tensor-parallel ranks in place; its bias is added afterwards, out of place."""

@@ -12,7 +12,7 @@ from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
 from zerocli.layout.codecs import is_encoded
-from zerocli.layout.flats import FlatSpec, Sizing, align_of, flat_spec, place_alike
+from zerocli.layout.flats import FlatSpec, Sizing, align_of, flat_spec, in_room, place_alike, shared_rooms
 from zerocli.layout.shards import SHARD_ALIGN, lay_out
 from zerocli.plan.blocks.shape import Parameter, Unit
 from zerocli.plan.setup import Setup
@@ -108,7 +108,7 @@ def flats_with_largest_slots(model: HasUnits, setup: Setup) -> Flats:
     """
     best = plan_flats(model, setup)
     most = _slots_nbytes(best, setup)
-    for rank in range(1, min(setup.dp, MAX_RANKS) if 0 < most < _full_nbytes(best, setup) else 0):
+    for rank in range(1, min(setup.shards, MAX_RANKS) if 0 < most < _full_nbytes(best, setup) else 0):
         flats = plan_flats(model, setup, rank)
         if (slots := _slots_nbytes(flats, setup)) > most:
             best, most = flats, slots
@@ -144,7 +144,12 @@ def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
                 flats.add(known.setdefault((id(unit), tiers), tuple(placed)), number)
     except ValueError as error:
         raise UserError(str(error), hint="a tier without a budget at the end", exit_code=DOES_NOT_FIT) from error
-    return flats
+    rooms, shared = shared_rooms(flats.distinct, sizing), Flats()
+    changed: dict[int, FlatSpec] = {id(flat): in_room(flat, rooms) for flat in flats.distinct}
+    again = {id(unit): tuple(changed[id(flat)] for flat in unit) for unit, _ in flats.runs}
+    for each, times in flats.runs:
+        shared.add(again[id(each)], times)
+    return shared
 
 
 def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int, str], list[Parameter]]:
@@ -163,8 +168,8 @@ def _flats_of(unit: Unit, setup: Setup, rank: int) -> list[FlatSpec]:
     found = []
     for (trainable, width, codec), members in _kinds(unit, setup).items():
         places = [(p.name, p.local(setup.tp), _group(p, setup.tp) if trainable else 0) for p in members]
-        layout = lay_out(places, setup.dp, align_of(codec))
-        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.dp, rank, trainable, codec))
+        layout = lay_out(places, setup.shards, align_of(codec))
+        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.shards, rank, trainable, codec))
     return found
 
 

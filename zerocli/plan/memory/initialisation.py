@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from offload.placement import HBM
 from zerocli.layout import buffers
 from zerocli.layout.buffers import Spec, chunk_runs
+from zerocli.layout.constants import NARROWED_AT_A_TIME
 from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
 from zerocli.plan.memory.arena import COMPUTE, Arenas
 from zerocli.plan.memory.flats import WHOLE, Flats
@@ -119,13 +120,16 @@ class Initialisation:
     def _place_parameters(self, flat: FlatSpec) -> None:
         spec = buffers.parameters(flat, self._sizing)
         numel = flat.own.numel if flat.codec else spec.numel
-        # Rounding to bf16 needs an fp32 copy of what is kept.
-        copy = Storage(self._ledger, FP32 * numel, "buffers") if self._setup.precision == "bf16" else None
-        if spec.tier == HBM:
+        rounded = None
+        if spec.tier == HBM and not flat.codec:
             self._keep(spec)
-        elif flat.width < FP32:
-            Storage(self._ledger, spec.nbytes, "buffers")  # the slice, on its way to its tier
-        del copy
+        elif flat.width < FP32:  # the slice, on its way to its tier or to be encoded
+            rounded = Storage(self._ledger, flat.width * numel, "buffers")
+        if self._setup.precision == "bf16":
+            Storage(self._ledger, FP32 * min(numel, NARROWED_AT_A_TIME), "buffers")
+        if flat.codec:
+            self._keep(spec) if spec.tier == HBM else Storage(self._ledger, spec.nbytes, "buffers")
+        del rounded
 
     def _place_states(self, flat: FlatSpec) -> None:
         setup, sizing, ledger, numel = self._setup, self._sizing, self._ledger, flat.held.numel

@@ -22,8 +22,6 @@ class MicroStep(ABC):
 
     hidden: int
     """Bytes of a block's input."""
-    before_recomputation = 0
-    """Bytes of gradients that a block's backward makes before it needs a saved tensor."""
 
     def inputs(self) -> list[int]:
         """Return the bytes of what is there for the whole micro-step: the batch, and what all blocks read."""

@@ -95,7 +95,6 @@ class _ShapeMicroStep(MicroStep):
         batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp, setup.packed)
         self._decoder, self._shape, self._setup, self._ledger = Decoder(shape, batch), shape, setup, ledger
         self.hidden = self._decoder.hidden
-        self.before_recomputation = self._decoder.before_recomputation
 
     def inputs(self) -> list[int]:
         decoder = self._decoder

@@ -92,7 +92,7 @@ class Replay(Initialisation):
     ) -> None:
         """Take `with_gloo` to count gloo's copies of what it reduce-scatters, which are in the process's memory."""
         super().__init__(model, setup, flats, arenas)
-        self._with_gloo = with_gloo and setup.dp > 1 and setup.zero.optimizer
+        self._with_gloo = with_gloo and setup.shards > 1 and setup.zero.optimizer
         self._copies: deque[Storage] = deque()
         """gloo's copies: one of each bucket in flight, or of every gradient that is reduced whole."""
         self._grads: dict[int, list[Storage]] = defaultdict(list)
@@ -277,7 +277,7 @@ class Replay(Initialisation):
     def _gather(self, unit: int, number: int) -> None:
         """Allocate gather buffers for a unit's flats, unless there are `number` of their size."""
         for flat in self._units[unit]:
-            name = buffers.gather_name(flat.total)
+            name = buffers.gather_name(flat.gather_size[0])
             self._make(name, flat.width, number - self._made[name, flat.width])
             if flat.codec:
                 self._make(buffers.DECODING, 1, 1 - self._made[buffers.DECODING, 1])
@@ -333,8 +333,8 @@ class Replay(Initialisation):
         if block < self._recompute.count:
             size = x.storage.nbytes
             self._checkpoints.keep(x, block)
-            selective, before = block >= self._recompute.whole, step.before_recomputation
-            out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective, before)
+            selective = block >= self._recompute.whole
+            out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {block + 1}")

@@ -179,12 +179,10 @@ class Tape:
         x: Tensor,
         bring_back: Callable[[], Storage],
         selective: bool = False,
-        before: int = 0,
     ) -> Tensor:
         """Run a block that saves nothing; backward fetches its input and runs it again.
 
         With `selective` the outputs of expensive operations are kept, but those that recomputation stops before.
-        `before` are bytes of gradients that backward makes before it first needs what the block saved.
         """
         first = Tape(self.ledger, self.hand_over, keep=False)
         first.outputs = [] if selective else None
@@ -198,10 +196,8 @@ class Tape:
             again = Tape(self.ledger, self.hand_over, thread=BACKWARD)
             again.last_save, again.outputs = first.num_saved, first.outputs
             source = bring_back()
-            early = Storage(self.ledger, before) if before else None
             root = run(again, Tensor(source, entry)).node
             assert root is not None
-            del early
             return again.backward(root, gradient)
 
         out.node.backward = backward

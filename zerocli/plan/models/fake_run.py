@@ -8,6 +8,7 @@ import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,8 @@ MAX_DISTANCE = 4
 of the pass."""
 MAX_OPERATIONS = 15_000
 """A model with more operations in forward is not traced: a loop over tokens takes minutes on fake tensors."""
+MANY_OPERATIONS, FEW_TOKENS = 1_000, (8, 16, 32)
+"""With more operations than this, runs on so few tokens tell first whether forward loops over them."""
 Loss = Callable[[nn.Module, Setup], torch.Tensor]
 
 
@@ -59,6 +62,10 @@ def widths_of(model: nn.Module, compute: torch.dtype) -> dict[torch.dtype, int]:
     narrowed = {dtype for dtype in found if dtype.is_floating_point}
     narrowed -= {torch.float32} if mixes(model, compute) else set()
     return {dtype: 0 if dtype in narrowed else dtype.itemsize for dtype in found}
+
+
+class TooLong(RuntimeError):
+    """A forward has more operations than are traced."""
 
 
 class Run:
@@ -88,6 +95,8 @@ class Trace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._model, self._setup, self._loss = model, setup, loss
         self.on_gpu = setup.device == "cuda"
+        self.most = MAX_OPERATIONS
+        """Operations that forward may have."""
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         compute = PRECISIONS[setup.precision].compute
         self.blocks = {id(block): name for name, block in blocks_of(model)}
@@ -109,6 +118,36 @@ class Trace(TorchDispatchMode):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def run_forward(self) -> Run:
+        """Run forward with nothing saved for backward; TooLong if it has more than `MAX_OPERATIONS`.
+
+        A loop over tokens is recognised by runs on few of them, long before all of its operations have run.
+        """
+        self.most = min(MANY_OPERATIONS, MAX_OPERATIONS)
+        with contextlib.suppress(TooLong):
+            return self.run(backward=False)
+        self.most = MAX_OPERATIONS
+        tokens = self._setup.seq
+        if tokens > max(FEW_TOKENS):
+            few, more, most = (self._operations(number) for number in FEW_TOKENS)
+            whole = most + (most - more) * (tokens - FEW_TOKENS[2]) // (FEW_TOKENS[2] - FEW_TOKENS[1])
+            if most - more > 1.5 * (more - few) and whole > self.most:  # twice as many more for twice as many tokens
+                raise TooLong(
+                    f"it has more than {self.most} operations in forward: about {whole}, in a loop over tokens"
+                )
+        return self.run(backward=False)
+
+    def _operations(self, tokens: int) -> int:
+        """Return the operations in forward of sequences of so many tokens; 0 if it does not take such."""
+        whole, self._setup = self._setup, replace(self._setup, seq=tokens)
+        try:
+            self.run(backward=False)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return 0
+        finally:
+            self._setup = whole
+        return self.operations
 
     def run(self, backward: bool) -> Run:
         """Run forward, with nothing saved for backward or with backward; return what was noted."""
@@ -299,9 +338,9 @@ class _LossEvents(Events):
 
 
 class _Calls(TorchFunctionMode):
-    """While active, a model's forward may run `MAX_OPERATIONS`, and attention with dropout runs as on the device.
+    """While active, forward may run `Trace.most` operations, and attention with dropout runs as on the device.
 
-    The RuntimeError is raised before a call of torch, not from inside an operation, where it may end the process. A CPU
+    TooLong is raised before a call of torch, not from inside an operation, where it may end the process. A CPU
     has no kernel for attention with dropout and keeps all scores; a GPU's needs what it needs without.
     """
 
@@ -310,8 +349,8 @@ class _Calls(TorchFunctionMode):
         self._trace = trace
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._trace.operations > MAX_OPERATIONS and in_forward():
-            raise RuntimeError(f"it has more than {MAX_OPERATIONS} operations in forward")
+        if self._trace.operations > self._trace.most and in_forward():
+            raise TooLong(f"it has more than {self._trace.most} operations in forward")
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and self._trace.on_gpu and kwargs.get("dropout_p"):
             with self._trace.drawing():

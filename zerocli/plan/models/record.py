@@ -58,7 +58,7 @@ def record(name: str, model: nn.Module, setup: Setup, loss: Loss | None = None) 
             axis.trust()
             axis.split(model)
         trace = Trace(model, setup, loss or loss_of_tokens, places)
-        dropped, kept = trace.run(backward=False), trace.run(backward=True)
+        dropped, kept = trace.run_forward(), trace.run(backward=True)
     parts, order = _assemble(dropped, kept, trace, kinds, full)
     return Program(name, units, buffers, tuple(parts), tuple(order), len(blocks))
 

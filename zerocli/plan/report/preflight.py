@@ -235,7 +235,7 @@ def _certain(plan: Plan, config: Config) -> dict[str, int]:
 def _states(setup: Setup, numel: int) -> dict[str, int]:
     """Return the model states of a count, with those that are divided between tiers left out."""
     widths = (setup.width, setup.grad_width, setup.state_width)
-    held = model_states(-(-numel // setup.tp), setup.stage, setup.dp, *widths)
+    held = model_states(-(-numel // setup.tp), setup.stage, setup.shards, *widths)
     needed = dict.fromkeys(WORDS, 0)
     placement = setup.placement()
     for kind, category in (

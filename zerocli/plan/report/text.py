@@ -18,6 +18,7 @@ from zerocli.plan.search.candidates import Candidate
 from zerocli.plan.search.largest import Largest
 from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.time.hardware import Hardware
+from zerocli.plan.time.traffic import traffic
 
 COLUMNS = 80
 UNKNOWN = "capacity unknown"
@@ -43,6 +44,8 @@ def render(verdict: Verdict, explain: bool, colour: bool, command: str = "") -> 
     lines += [line for note in verdict.notes for line in wrap(note, "  ")]
     lines += ["", *_candidates(verdict, paint), *wrap(_legend(verdict)), ""]
     lines += _fits(verdict, verdict.best, paint) if verdict.best is not None else _does_not_fit(verdict, paint)
+    if verdict.groups:
+        lines += ["", *_groups(verdict, paint), ""]
     if command and verdict.best is not None:
         lines += ["to train it:", *command_lines(command)]
     if verdict.largest is not None:
@@ -190,20 +193,27 @@ def _terms(verdict: Verdict) -> str:
         f", batch {setup.batch} x seq {setup.seq}, {policy_of(verdict.candidates[0])}" if verdict.model.whole else ""
     )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
+    tp += f", states within groups of {setup.shards}" if setup.replicas > 1 and not _several_groups(verdict) else ""
     room = f"{format_bytes(hardware.gpu_memory)} per GPU"
     nvme = format_bytes(hardware.nvme_space) if hardware.nvme_space else "no"
     room += f", {format_bytes(hardware.host_memory)} and {nvme} nvme per node"
     return f"{count_of(setup.ranks, 'rank')}, {setup.local_ranks} per node{tp}, {setup.precision}{tokens}; {room}"
 
 
+def _several_groups(verdict: Verdict) -> bool:
+    return len({each.setup.shards for each in verdict.candidates}) > 1
+
+
 def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
     chosen = any(each.plan.activations for each in verdict.candidates)
-    budget = verdict.budget
-    head = ["stage", "offload", *(["recomp."] if chosen else []), "GPU GiB", "used", "host", "nvme", "step"]
+    budget, grouped = verdict.budget, _several_groups(verdict)
+    head = ["stage", "offload", *(["groups of"] if grouped else []), *(["recomp."] if chosen else [])]
+    head += ["GPU GiB", "used", "host", "nvme", "step"]
     head += ["days"] if budget else []
     rows, styles = [[*head, "verdict"]], [""]
     for each in verdict.candidates:
-        again = [_recomputed(each, verdict.model)] if chosen else []
+        again = [str(each.setup.shards)] if grouped else []
+        again += [_recomputed(each, verdict.model)] if chosen else []
         gpu, host, nvme = (_gib(each.plan.needed(tier)) for tier in TIERS)
         timed = each.estimate
         cells = [str(each.setup.stage), str(each.setup.offload) or "-", *again, gpu, _percent(each), host, nvme]
@@ -217,6 +227,20 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
         rows.append([*cells, word])
         styles.append(("green" if each.fits else "red") + " bold" * (each is verdict.best))
     return table(rows, styles, paint, words=(1, len(head)))
+
+
+def _groups(verdict: Verdict, paint: Paint) -> list[str]:
+    """Return a table of what each size of group costs, at the stage and placement of the best candidate."""
+    rows, styles = [["groups of", "GPU GiB", "GB inside", "GB across", "step", "verdict"]], [""]
+    for each in verdict.groups:
+        moved, timed = traffic(each.plan), each.estimate
+        cells = [str(each.setup.shards), _gib(each.plan.needed("hbm"))]
+        cells += [f"{nbytes / 1e9:.3g}" for nbytes in (moved.inside, moved.across)]
+        cells.append("-" if timed is None else format_seconds(timed.seconds))
+        rows.append([*cells, "fits" if each.fits else _over(each)])
+        styles.append(("green" if each.fits else "red") + " bold" * (each.setup.shards == verdict.nearest.setup.shards))
+    what = f"{_arguments(verdict.nearest)}, bytes of collectives per rank and step, inside a group and across groups:"
+    return [*wrap(what), *table(rows, styles, paint, words=(5,))]
 
 
 def _legend(verdict: Verdict) -> str:
@@ -242,7 +266,10 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
     lines += wrap(verdict.reason, "  ")
     if (timed := best.estimate) is not None:
         phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in timed.phases.items())
-        lines += wrap(f"{phases}; {timed.tokens_per_second:,.0f} tokens/s, MFU {timed.mfu:.0%}", "  ")
+        rates = f"{timed.tokens_per_second:,.0f} tokens/s, MFU {timed.mfu:.0%}"
+        if timed.parts["collectives"]:
+            rates += f"; {timed.hidden:.0%} of {format_seconds(timed.parts['collectives'])} of collectives are hidden"
+        lines += wrap(f"{phases}; {rates}", "  ")
     if verdict.budget is not None and (taken := verdict.budget.of(best)):
         cost = f", cost {_whole(taken['cost'])} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
         text = f"{format_count(verdict.budget.tokens)} tokens: {_days(taken['days'])} days, "

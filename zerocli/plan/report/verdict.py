@@ -13,6 +13,7 @@ from zerocli.plan.search.candidates import Candidate, nearest
 from zerocli.plan.search.largest import Largest
 from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.time.hardware import Hardware
+from zerocli.plan.time.traffic import traffic
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Verdict:
     """With `--tokens`: what a whole training run takes."""
     chosen: frozenset[str] | None = None
     """With `--auto`: the keys that it chose."""
+    groups: tuple[Candidate, ...] = ()
+    """With `--shard-ranks`: the best candidate, or the nearest, with every size of group."""
 
     @property
     def fits(self) -> bool:
@@ -93,6 +96,8 @@ def document(verdict: Verdict) -> dict[str, Any]:
         made["best"] = {"index": index, "stage": setup.stage, "offload": str(setup.offload), "reason": verdict.reason}
     if verdict.change is not None:
         made["change"] = {"arguments": verdict.change[0], **_candidate(verdict.change[1], model, verdict.budget)}
+    if verdict.groups:
+        made["groups"] = [_candidate(each, model, verdict.budget) for each in verdict.groups]
     if verdict.largest is not None:
         made["max"] = _max(verdict.largest, verdict.budget)
     return made
@@ -150,6 +155,8 @@ def _candidate(candidate: Candidate, model: Model, budget: Budget | None) -> dic
         "offload": str(setup.offload),
         "ranks": setup.ranks,
         "tp": setup.tp,
+        "shard_ranks": setup.shards,
+        "comm": dataclasses.asdict(traffic(plan)),
         "ranks_per_node": setup.ranks_per_node,
         "batch": setup.batch,
         "seq": setup.seq,
@@ -179,6 +186,7 @@ def _candidate(candidate: Candidate, model: Model, budget: Budget | None) -> dic
             "phases": timed.phases,
             "tokens_per_second": timed.tokens_per_second,
             "mfu": timed.mfu,
+            "hidden": timed.hidden,
             "estimate": True,
         },
         "training": budget.of(candidate) if budget else None,

@@ -88,20 +88,22 @@ def choose(
     batches: Sequence[int] = (),
     steps: int = 0,
     shown: int = 4,
+    groups: Sequence[int] = (),
 ) -> Choice:
     """Return the choice for a model; `offload`, and a `setup.recompute` other than `auto`, are kept as they are.
 
-    `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step. `steps` is
-    the length of a run whose blocks are compiled if that pays for itself; 0: they are as the setup says. `shown` is the
-    number of different choices that are wanted.
+    `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step. `groups`
+    are sizes of groups of ranks (`shard_ranks`). `steps` is the length of a run whose blocks are compiled if that pays
+    for itself; 0: they are as the setup says. `shown` is the number of different choices that are wanted.
     """
 
     def searched(setup: Setup, steps: int) -> Choice:
         whole = setup.batch * setup.accumulate
         search = _Search(model, setup, hardware, offload is None, steps)
-        for size in batches or (setup.batch,):
+        for group, size in itertools.product(groups or (setup.shard_ranks,), batches or (setup.batch,)):
+            tried = replace(setup, batch=size, accumulate=whole // size, shard_ranks=group)
             for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
-                search.stage(replace(setup, stage=stage, batch=size, accumulate=whole // size), offload)
+                search.stage(replace(tried, stage=stage), offload)
         return search.choice(shown)
 
     found = searched(setup, steps)
@@ -154,7 +156,7 @@ class _Search:
         self._underestimates: dict[Key, int] = {}
         """By how much exact plans were above quick ones, by what `_alike` returns."""
         self._orders: dict[Key, list[Recompute]] = {}
-        """What may be recomputed, by stage and batch."""
+        """What may be recomputed, by stage, batch and group."""
         self._refused: list[UserError] = []
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
@@ -335,7 +337,7 @@ class _Search:
         layers = self._model.blocks
         if not layers:
             return TREATED_ALIKE if self._model.whole else [NOTHING]
-        key = (setup.stage, setup.batch)
+        key = (setup.stage, setup.batch, setup.shard_ranks)
         if key not in self._orders:
             self._orders[key] = self._order(setup, layers)
         return self._orders[key]
@@ -453,12 +455,13 @@ def _over(candidate: Candidate) -> int:
 
 
 def kind_of(setup: Setup) -> Key:
-    """Return what distinguishes two choices other than numbers: stage, tiers of each kind, whether it recomputes."""
+    """Return what distinguishes two choices other than numbers: stage, group, tiers of each kind, if it recomputes."""
     tiers = tuple(
         (kind, tuple(share.tier for share in shares)) for kind, shares in sorted(setup.offload.shares.items())
     )
     recompute = setup.recomputed
-    return setup.stage, setup.batch, setup.offload.policy, tiers, bool(recompute.whole), bool(recompute.selective)
+    recomputes = bool(recompute.whole), bool(recompute.selective)
+    return setup.stage, setup.batch, setup.shard_ranks, setup.offload.policy, tiers, recomputes
 
 
 def _alike(setup: Setup) -> Key:
@@ -468,7 +471,7 @@ def _alike(setup: Setup) -> Key:
 
 def key_of(setup: Setup, placement: Placement) -> Key:
     """Return what two candidates of a search differ in."""
-    return setup.stage, setup.batch, str(placement), setup.recompute
+    return setup.stage, setup.batch, setup.shard_ranks, str(placement), setup.recompute
 
 
 def rounded(nbytes: int) -> int:

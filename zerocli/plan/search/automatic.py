@@ -9,6 +9,7 @@ from typing import Any
 from offload.placement import Placement
 from zerocli import machine
 from zerocli.config import AUTO, Config
+from zerocli.config.schema import get
 from zerocli.console import printable, quoted
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.sizes import format_bytes, format_seconds
@@ -88,10 +89,14 @@ def choose_setup(
         each = global_batch // setup.dp
         halves = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
         batches = sorted({1, *halves})
+    groups = [setup.shard_ranks]
+    node = setup.ranks_per_node // setup.tp
+    if "parallel.shard_ranks" in free and setup.ranks > setup.ranks_per_node and node > 1 and setup.dp % node == 0:
+        groups = sorted({0, setup.shard_ranks, node})  # with groups of a node, gathers stay inside it
     offload = None if "offload.placement" in free else setup.offload
     if offload is None:
         setup = dataclasses.replace(setup, offload=Placement())  # the config's own must not decide what is tried
-    return choose(model, setup, hardware, stages, offload, batches, steps)
+    return choose(model, setup, hardware, stages, offload, batches, steps, groups=groups)
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -105,10 +110,20 @@ def with_choice(config: Config, chosen: Candidate, steps: int = 0) -> Config:
         config,
         model=dataclasses.replace(config.model, compile=setup.compiled) if steps else config.model,
         zero=dataclasses.replace(config.zero, stage=setup.stage),
+        parallel=dataclasses.replace(config.parallel, shard_ranks=setup.shard_ranks),
         offload=dataclasses.replace(config.offload, placement=setup.offload, update=setup.update),
         activations=dataclasses.replace(config.activations, policy=setup.recomputed.policy),
         train=dataclasses.replace(config.train, batch=setup.batch, accumulate=setup.accumulate),
     )
+
+
+def with_keys_of(config: Config, other: Config, free: frozenset[str]) -> Config:
+    """Return the config with the keys that a choice of the `free` ones decides as another config has them."""
+    for key in sorted({*free, "offload.update", *(["train.accumulate"] if "train.batch" in free else [])}):
+        section, _, name = key.partition(".")
+        part = dataclasses.replace(getattr(config, section), **{name: get(other, key)})
+        config = dataclasses.replace(config, **{section: part})
+    return config
 
 
 def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
@@ -117,6 +132,8 @@ def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
     words = [f"--stage {setup.stage}"]
     if setup.offload:
         words.append(f"--offload {setup.offload}")
+    if setup.shard_ranks and "parallel.shard_ranks" in free:
+        words.append(f"--shard-ranks {setup.shard_ranks}")
     if "train.batch" in free:
         words.append(f"--batch {setup.batch}")
     words += ["--set offload.update=cpu"] if setup.update == "cpu" else []
@@ -168,6 +185,7 @@ def replay(source: str, setup: Setup, hardware: Hardware, free: frozenset[str]) 
         return []
     words = ["zerocli", "fit", source, "--auto", "--ranks", str(setup.ranks)]
     words += ["--ranks-per-node", str(setup.ranks_per_node), "--tp", str(setup.tp)]
+    words += [] if "parallel.shard_ranks" in free else ["--shard-ranks", str(setup.shard_ranks)]
     words += [] if "train.batch" in free else ["--batch", str(setup.batch)]
     words += ["--seq", str(setup.seq), "--precision", setup.precision]
     words += [word for room in ROOMS for word in (f"--{room.replace('_', '-')}", f"{getattr(hardware, room)}B")]

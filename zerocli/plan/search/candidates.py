@@ -10,6 +10,7 @@ from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO, read_placement
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.flats import FP32
+from zerocli.layout.shards import divisors
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import TIERS as OWN_TIERS
@@ -81,6 +82,16 @@ class Candidate:
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
     """Return the candidate of a setup on this machine."""
     return judge(model, plan_decided(model, setup, hardware.gpu_memory), hardware)
+
+
+def weigh_groups(model: Model, setup: Setup, hardware: Hardware) -> list[Candidate]:
+    """Return the candidates of a setup with states partitioned within groups of every size that tiles the ranks.
+
+    Groups tile a node, or nodes a group.
+    """
+    node = max(1, setup.local_ranks // setup.tp)
+    sizes = [each for each in divisors(setup.dp) if each % node == 0 or node % each == 0]
+    return [weigh(model, replace(setup, shard_ranks=each), hardware) for each in sizes]
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:

@@ -106,7 +106,7 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
 
 def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
     """Return the chunks of an update; vectors, which have no weight decay, are not in one chunk with matrices."""
-    shared, chunk, found = setup.tp * (setup.dp if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
+    shared, chunk, found = setup.tp * (setup.shards if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
     for unit, number in units:
         trained = [each for each in unit.parameters if each.trainable]
         matrices = sum(each.numel for each in trained if len(each.shape) >= 2)
@@ -149,6 +149,10 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
     there = 2 * norms + 6 * hidden + gate * inner + 2 * rotated + 4 * visits + 2.5 * dropped
     again = 5 * norms + 6 * hidden + back * inner + 2 * rotated + 6 * visits + 2.5 * dropped
     again += biases + 2 * (queries + 2 * keys)  # sums over rows; gradients of queries, keys and values joined
+    for inputs, outputs in _adapted(shape):
+        # The input is read, the output read and written. In backward the output's gradient is read twice and the input
+        # once; the input's gradient is written, and added to the layer's.
+        there, again = there + (inputs + 2 * outputs) / tp, again + (5 * inputs + 2 * outputs) / tp
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
     return (
         Work(products * tokens, attention * tokens, there * factor, host=host.block * HOST_FORWARD * _hosted(setup)),
@@ -199,6 +203,15 @@ def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
     for rows, mlp in _mlps(shape, block):
         yield rows, hidden, mlp * (2 if shape.gated else 1)
         yield rows, mlp, hidden
+
+
+def _adapted(shape: Shape) -> Iterator[tuple[int, int]]:
+    """Yield (inputs, outputs) of a block's layers that have adapters; queries, keys and values are one layer."""
+    sizes = shape.projections()
+    for names in (("q", "k", "v"), ("out",), ("gate", "up") if shape.gated else ("up",), ("down",)):
+        found = shape.matrices(*names)
+        if shape.lora is not None and shape.lora.of(found):
+            yield sizes[found[0]][0], sum(sizes[name][1] for name in found)
 
 
 def _mlps(shape: Shape, block: int) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ into the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,13 +18,16 @@ from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import UPDATE, Computed, device_seconds
 from zerocli.plan.time.hardware import Hardware, HostTimes
+from zerocli.plan.time.network import Group
+from zerocli.plan.time.schedule import UnitTimes, replay
+from zerocli.plan.time.traffic import gathered_nbytes, off_device, parameters_off_device, traffic
 
 GB = 1e9
 LINK, DISK = 0.95, 0.9
 """Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200; its disk was slower
 with files of 8 GiB than with the benchmark's of one)."""
-DECODING_NBYTES = {"nf4": 14.5, "int8": 11.0}
-"""Bytes that decoding a parameter into bf16 reads and writes: its codes, their values in fp32, the result."""
+DECODING_NBYTES = {"nf4": 2.52, "int8": 3.02}
+"""Bytes that decoding a parameter into bf16 reads and writes: its code, its share of the scales, the result."""
 CHECKPOINT_WAIT = 0.4
 """Share of an activation checkpoint's way back that backward waits for (measured on an H200)."""
 EXPOSED_GATHERS = 2.5
@@ -53,6 +57,8 @@ class Estimate:
     """Seconds of forward, backward and update; the update has what forward does not hide of it."""
     mfu: float = 0.0
     """The share of the GPUs' peak that the model's own operations reach."""
+    hidden: float = 1.0
+    """The share of the collectives' seconds in which compute runs too."""
 
 
 @dataclass
@@ -82,12 +88,18 @@ class Phase:
     """Seconds of compute after the last transfer and the host's last block."""
     times: int = 1
     """How often a step has such a phase."""
+    replayed: float = 0.0
+    """Its seconds without transfers, by the schedule of its collectives."""
 
     @property
     def computing(self) -> float:
-        """Its seconds without transfers: tensor-parallel sums do not overlap with compute, all else does."""
-        parts = self.parts
-        return max(parts["compute"] + parts["tensor parallel"], parts["collectives"])
+        """Its seconds without transfers: tensor-parallel sums do not overlap with compute, other collectives may."""
+        return max(self.parts["compute"] + self.parts["tensor parallel"], self.replayed)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which compute waits for collectives other than tensor-parallel sums."""
+        return self.computing - self.parts["compute"] - self.parts["tensor parallel"]
 
     @property
     def seconds(self) -> float:
@@ -99,8 +111,8 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     """Return the estimate of a step that computes `work` on this hardware."""
     setup = plan.setup
     first, backward, forward = _phases(plan, work, hardware)
-    held = plan.num_trained / setup.tp / (setup.dp if setup.zero.optimizer else 1)
-    offloaded = sum(plan.of("optimizer_states", tier) for tier in _off_device(plan))
+    held = plan.num_trained / setup.tp / (setup.shards if setup.zero.optimizer else 1)
+    offloaded = sum(plan.of("optimizer_states", tier) for tier in off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
     here = held * _update_nbytes(setup) / (hardware.hbm * GB * UPDATE)
     if offloaded and setup.updates_on_cpu:
@@ -118,7 +130,9 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     phases = {"forward": alone, "backward": seconds - forwarded, "update": forwarded - alone}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = work.operations / (seconds * setup.ranks * hardware.tflops * 1e12)
-    return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu)
+    exposed = sum(each.exposed * each.times for each in every)
+    hidden = max(0.0, 1 - exposed / parts["collectives"]) if parts["collectives"] else 1.0
+    return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu, hidden)
 
 
 def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
@@ -158,16 +172,11 @@ def _waited(plan: Plan, ends: int, hardware: Hardware) -> float:
     and of activation checkpoints in backward.
     """
     setup = plan.setup
-    off, held = _parameters_off_device(plan), plan.of("parameters", HBM)
+    off, held = parameters_off_device(plan), plan.of("parameters", HBM)
     share = off / (off + held) if off else 0.0
-    checkpoints = sum(plan.of("activations", tier) for tier in _off_device(plan)) / setup.local_ranks
+    checkpoints = sum(plan.of("activations", tier) for tier in off_device(plan)) / setup.local_ranks
     waited = EXPOSED_GATHERS * share * ends * setup.width / setup.tp + CHECKPOINT_WAIT * checkpoints
     return setup.accumulate * waited / (hardware.pcie * GB * LINK)
-
-
-def _parameters_off_device(plan: Plan) -> float:
-    """Return the bytes of one rank's parameters on other tiers."""
-    return sum(plan.of("parameters", tier) for tier in _off_device(plan)) / plan.setup.local_ranks
 
 
 def _update_nbytes(setup: Setup) -> int:
@@ -180,60 +189,99 @@ def _update_nbytes(setup: Setup) -> int:
 
 def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     """Return the phases: the update with the first forward, a backward, and a later forward."""
-    setup = plan.setup
-    again = setup.accumulate - 1
-    work = of.passes
-    local, trained = plan.numel / setup.tp, plan.num_trained / setup.tp
+    setup, work = plan.setup, of.passes
     decoding = Work(moved=_encoded_numel(plan, of) * DECODING_NBYTES.get(setup.codec, 0))
     forward = work.forward + decoding
     backward = work.backward + work.again + of.gradients + decoding
-    wire = _collective_seconds(_gathered_nbytes(plan), setup.dp, max(1, setup.ranks_per_node // setup.tp), hardware)
-    reduces = (1.0 if setup.zero.gradients else 1 / setup.accumulate) * (1 if setup.zero.optimizer else 2)
     hidden = setup.batch * setup.seq * of.hidden * setup.width
-    # Two sums per block and direction, each a reduction and a gather.
-    sums = 2 * of.layers * 2 * _collective_seconds(hidden, setup.tp, setup.ranks_per_node, hardware)
+    # Two sums per block and direction, and those of recomputed blocks once more.
+    sums = 2 * of.layers * Group(setup.tp, setup.ranks_per_node).all_reduce(hidden, hardware)
     repeated = setup.num_recomputed(of.layers) / of.layers
     host = _host_moves(plan, of, hardware.host)
-    every = float(setup.zero.parameters)
+    head = sum(device_seconds(work.head, setup, hardware).values())
+    wire = Wire(plan, of, hardware)
+    every, last = float(setup.zero.parameters), _computing(backward, setup, hardware) / of.layers
+    first = wire.phase(forward, sums, head, every or float(setup.zero.optimizer), 0.0, ahead=0.0)
+    later = wire.phase(forward, sums, head, every, 0.0, ahead=last)
+    back = wire.phase(backward, sums * (1 + repeated), 0.0, every, 1.0, ahead=head)
     made = [
-        (1, forward, host.gather + host.update, sums, float(setup.zero.optimizer)),
-        (
-            setup.accumulate,
-            backward,
-            host.gather + host.reduce,
-            sums * (1 + repeated),
-            every + reduces * trained / local,
-        ),
-        (again, forward, host.gather, sums, every),
+        (1, forward, host.gather + host.update, sums, first),
+        (setup.accumulate, backward, host.gather + host.reduce, sums * (1 + repeated), back),
+        (setup.accumulate - 1, forward, host.gather, sums, later),
     ]
     phases = []
-    for (times, computed, moves, exchanged, gathers), moved in zip(made, _moved(plan, trained), strict=True):
+    moves = _moved(plan, plan.num_trained / setup.tp)
+    for (times, computed, hosted, exchanged, (gathered, replayed)), moved in zip(made, moves, strict=True):
         parts = {
-            "compute": sum(device_seconds(computed, setup, hardware).values()),
-            "host": computed.host + moves,
+            "compute": _computing(computed, setup, hardware),
+            "host": computed.host + hosted,
             "tensor parallel": exchanged,
-            "collectives": wire * gathers,
+            "collectives": gathered,
             "pcie": moved.pcie_seconds(hardware),
             "nvme": moved.disk_seconds(hardware),
         }
-        phases.append(Phase(parts, times=times))
-    head = sum(device_seconds(work.head, setup, hardware).values())
+        phases.append(Phase(parts, times=times, replayed=replayed))
     phases[0].tail = phases[2].tail = head
     return phases
+
+
+def _computing(work: Work, setup: Setup, hardware: Hardware) -> float:
+    return sum(device_seconds(work, setup, hardware).values())
+
+
+class Wire:
+    """The collectives of a step's units: an embedding, equal blocks, a head."""
+
+    def __init__(self, plan: Plan, of: Computed, hardware: Hardware) -> None:
+        setup, near = plan.setup, max(1, plan.setup.ranks_per_node // plan.setup.tp)
+        self._setup, self._hardware, self._layers = setup, hardware, max(1, of.layers)
+        shards, replicas = Group(setup.shards, near), Group(setup.replicas, max(1, near // setup.shards))
+        self._shared = shards.nodes > 1
+        end = min(1.0, of.ends / plan.numel) / 2
+        shares = (end, (1 - 2 * end) / self._layers)
+        trained = plan.num_trained / setup.tp
+        width = setup.sizing.wire_width(setup.width) if setup.zero.gradients else setup.grad_width
+        # Whole gradients are reduced in the last of a step's passes, and so are slices across groups: an equal share
+        # of that is counted in each pass.
+        once = 1.0 if setup.zero.gradients else 1 / setup.accumulate
+        reduce = shards.gather if setup.zero.optimizer else shards.all_reduce
+        gathered, across = gathered_nbytes(plan), traffic(plan).across / 2
+
+        def times(share: float) -> tuple[float, float, float]:
+            """Return the seconds of a unit's gather, of its reduction, and of its sum across groups."""
+            nbytes = share * trained * width
+            pieces = max(1, math.ceil(nbytes / setup.bucket_nbytes))
+            return (
+                shards.gather(share * gathered, hardware),
+                once * reduce(nbytes, hardware, pieces),
+                replicas.all_reduce(share * across, hardware, pieces) / setup.accumulate,
+            )
+
+        self._end, self._block = map(times, shares)
+
+    def phase(
+        self, work: Work, sums: float, head: float, gathers: float, reduces: float, ahead: float
+    ) -> tuple[float, float]:
+        """Return the seconds of a phase's collectives alone, and those until it is done; `head` of them are the head's.
+
+        `gathers` and `reduces` say whether it has such collectives.
+        """
+        block = (_computing(work, self._setup, self._hardware) - head + sums) / self._layers
+
+        def unit(compute: float, times: tuple[float, float, float]) -> UnitTimes:
+            return UnitTimes(compute, gathers * times[0], reduces * times[1], reduces * times[2])
+
+        ends, middle = (unit(0.0, self._end), unit(head, self._end)), [unit(block, self._block)] * self._layers
+        units = [ends[0], *middle, ends[1]]
+        resident = not self._setup.zero.parameters
+        buffers = len(units) if resident else self._setup.sizing.gather_buffers
+        alone = sum(each.gather + each.reduce + each.across for each in units)
+        return alone, replay(units[::-1] if reduces else units, buffers, ahead, self._shared)
 
 
 def _encoded_numel(plan: Plan, of: Computed) -> float:
     """Return the frozen parameters of a rank's blocks, which are decoded wherever they are used."""
     return max(0, plan.numel - plan.num_trained - of.ends) / plan.setup.tp if plan.setup.codec else 0.0
-
-
-def _gathered_nbytes(plan: Plan) -> float:
-    """Return the bytes that a gather of all parameters moves; encoded ones are decoded where they arrive."""
-    setup = plan.setup
-    if not setup.codec:
-        return plan.numel / setup.tp * setup.width
-    own = plan.of("parameters", HBM) + _parameters_off_device(plan)
-    return own * (setup.dp if setup.zero.parameters else 1)
 
 
 @dataclass(frozen=True)
@@ -250,10 +298,10 @@ def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> HostMoves:
     units = of.layers + 2
 
     def share(category: str) -> float:
-        off = sum(plan.of(category, tier) for tier in _off_device(plan)) / plan.setup.local_ranks
+        off = sum(plan.of(category, tier) for tier in off_device(plan)) / plan.setup.local_ranks
         return off / (off + plan.of(category, HBM)) if off else 0.0
 
-    kept = any(plan.of("activations", tier) for tier in _off_device(plan)) * plan.setup.num_recomputed(of.layers)
+    kept = any(plan.of("activations", tier) for tier in off_device(plan)) * plan.setup.num_recomputed(of.layers)
     states, gradients, parameters = map(share, ("optimizer_states", "gradients", "parameters"))
     through = max(states, gradients, parameters)  # the share of the update that passes through its slots
     transfers = num_transfers(plan.setup, states, gradients, parameters)
@@ -272,34 +320,16 @@ def num_transfers(setup: Setup, states: float, gradients: float, parameters: flo
     return 2 * states + gradients + (1 + setup.sizing.split_master) * parameters
 
 
-def _collective_seconds(nbytes: float, ranks: int, ranks_per_node: int, hardware: Hardware) -> float:
-    """Return the seconds in which each of `ranks` gets all of `nbytes`, of which it has its part.
-
-    Between nodes every rank of a node uses its own network adapter, and each of the other nodes' bytes crosses once, as
-    NCCL's rings do; inside a node they go over its links.
-    """
-    here = min(ranks, ranks_per_node)
-    nodes = -(-ranks // here)
-    inside = nbytes * (ranks - 1) / ranks / (hardware.links * GB)
-    between = nbytes * (nodes - 1) / nodes / (here * hardware.network * GB)
-    return max(inside if here > 1 else 0.0, between)
-
-
-def _off_device(plan: Plan) -> list[str]:
-    """Return the tiers other than the device; for those of other packages only the PCIe time is known."""
-    return [tier for tier in plan.tiers if tier != HBM]
-
-
 def _moved(plan: Plan, local: float) -> tuple[Moved, Moved, Moved]:
     """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase."""
     setup, ranks = plan.setup, plan.setup.local_ranks
     added = 1 - 1 / setup.accumulate  # share of backwards that add to gradients of earlier ones
     first, backward, forward = Moved(), Moved(), Moved()
-    off_device = _off_device(plan)
-    offloaded = [plan.of("optimizer_states", tier) for tier in off_device]
+    elsewhere = off_device(plan)
+    offloaded = [plan.of("optimizer_states", tier) for tier in elsewhere]
     on_cpu = setup.updates_on_cpu and any(offloaded)
     through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
-    for tier in off_device:
+    for tier in elsewhere:
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
@@ -319,10 +349,10 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved, Moved]:
             backward.disk += ranks * (read + gradients * (1 + added) + checkpoints)
             forward.disk += ranks * (read + checkpoints)
     if on_cpu:
-        share = local / (setup.dp if setup.zero.optimizer else 1)
-        if not any(plan.of("gradients", tier) for tier in off_device):
+        share = local / (setup.shards if setup.zero.optimizer else 1)
+        if not any(plan.of("gradients", tier) for tier in elsewhere):
             first.down += share * setup.grad_width
-        if not any(plan.of("parameters", tier) for tier in off_device):
+        if not any(plan.of("parameters", tier) for tier in elsewhere):
             first.up += share * setup.width
             first.down += share * setup.width * setup.sizing.split_master
     return first, backward, forward

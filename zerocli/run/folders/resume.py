@@ -21,6 +21,7 @@ from zerocli.models.lora import names_there, trained_whole
 
 NO_NUMBERS = {
     ("train", "accumulate"),
+    ("train", "adapt"),
     ("train", "batch"),
     ("train", "log_every"),
     ("train", "watchdog"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,9 +17,10 @@ from zerocli.errors import FAILURE, UserError
 from zerocli.files import pwrite_all
 from zerocli.profile.lines import Line, device_peak, fragmentation
 from zerocli.regular_files import open_regular
+from zerocli.run.output.stragglers import Stragglers
 
-_Issued = tuple[StepResult, Readback, tuple[dict[str, int], dict[str, int]], WaitReading]
-"""A step that was issued: its result, every rank's values, bytes moved by the two axes of ranks, waits."""
+_Issued = tuple[StepResult, Readback, dict[str, dict[str, int]], WaitReading]
+"""A step that was issued: its result, every rank's values, bytes moved by each axis of ranks, waits."""
 
 
 class Recorder:
@@ -31,13 +32,18 @@ class Recorder:
         tokens_per_step: int,
         waited_for_data: Callable[[], float],
         asks_to_stop: Callable[[], bool] = lambda: False,
+        stragglers: Stragglers | None = None,
+        shares: Callable[[], Sequence[float]] = tuple,
     ) -> None:
-        self._engine, self._tokens = engine, tokens_per_step
-        self._asks_to_stop = asks_to_stop
+        self._engine, self._tokens, self._stragglers = engine, tokens_per_step, stragglers
+        self._asks_to_stop, self._shares = asks_to_stop, shares
+        self.shared: list[list[float]] = []
+        """What each rank's `shares` returned in the step of the last line; the same on all ranks."""
         self.stopping = False
         """Whether any rank has asked to stop; becomes true at the same step on all ranks."""
         self._waited_for_data = waited_for_data
         self._pending: _Issued | None = None
+        self._num_lines = 0
         engine.waits.take()  # waits before the first step belong to no step
         engine.events.begin()
         self._since = TimedEvent(engine.device)
@@ -45,25 +51,27 @@ class Recorder:
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
         """Record the step that was just issued; return the line of the previous one."""
         engine = self._engine
-        facts = [*device_peak(engine).values(), fragmentation(engine)]
-        peak = torch.tensor([float(value) for value in facts], dtype=torch.float64)
+        facts = [*device_peak(engine).values(), fragmentation(engine), *self._shares()]
+        measured = torch.tensor([float(value) for value in facts], dtype=torch.float64)
         asked = torch.full_like(loss, float(self._asks_to_stop()), dtype=torch.float64)
         mine = torch.cat(
-            [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double(), asked]), peak.to(loss)]
+            [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double(), asked]), measured.to(loss)]
         )
-        everyone = engine.gather_control(mine)
+        with engine.waits.waiting("collectives"):
+            everyone = engine.gather_control(mine)
         engine.waits.add("data", self._waited_for_data())
-        moved = (engine.collectives.take_nbytes(), engine.tensor_parallel.take_nbytes())
+        axes = {"comm": engine.shards, "comm_across": engine.replicas, "comm_tp": engine.tensor_parallel}
+        moved = {name: axis.take_nbytes() for name, axis in axes.items()}
         now = (result, Readback(everyone), moved, engine.waits.take())
         before, self._pending = self._pending, now
         return self._line(before) if before else None
 
-    def flush(self) -> Line | None:
-        """Return the line of the last step. Collective where reads are verified."""
+    def flush(self, last: bool = False) -> Line | None:
+        """Return the line of the last step, with `last` the last one of the run. Collective."""
         if self._pending is not None:
             self._engine.verify()  # parts of its update may not have been issued yet
         before, self._pending = self._pending, None
-        return self._line(before) if before else None
+        return self._line(before, last) if before else None
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
@@ -71,7 +79,7 @@ class Recorder:
         assert self._pending is None
         engine = self._engine
         engine.synchronize()  # deferred parts of the last update are the next step's
-        axes = (engine.collectives, engine.tensor_parallel)
+        axes = engine.axes.values()
         moved = [axis.take_nbytes() for axis in axes]
         try:
             yield
@@ -82,12 +90,17 @@ class Recorder:
             engine.waits.take()
             self._since = TimedEvent(engine.device)
 
-    def _line(self, issued: _Issued) -> Line:
-        result, readback, (comm, comm_tp), waits = issued
+    def _line(self, issued: _Issued, last: bool = False) -> Line:
+        result, readback, moved, waiting = issued
         values = readback.values()
         seconds, self._since = readback.reached.since(self._since), readback.reached
         self.stopping = self.stopping or bool(values[:, 3].any())
-        *peaks, unused = [int(value) for value in values[:, 4:].amax(0).tolist()]
+        *peaks, unused = [int(value) for value in values[:, 4:8].amax(0).tolist()]
+        self.shared = values[:, 8:].tolist()
+        waits = waiting.seconds()
+        # The first step of a start also compiles, and makes its buffers.
+        compared = self._stragglers if self._num_lines > 0 else None
+        self._num_lines += 1
         return Line(
             step=result.step,
             loss=values[:, 0].mean().item(),
@@ -97,11 +110,13 @@ class Recorder:
             seconds=seconds,
             tokens_per_second=self._tokens / seconds,
             peak=dict(zip(("hbm", "dram", "nvme"), peaks, strict=True)),
-            comm=comm,
             fragmentation=unused,
-            comm_tp=comm_tp,
-            wait=waits.seconds(),
+            comm=moved["comm"],
+            comm_across=moved["comm_across"],
+            comm_tp=moved["comm_tp"],
+            wait=waits,
             skipped=bool(values[0, 2].item()),
+            slowest=compared.add(result.step, seconds, waits, last) if compared is not None else None,
         )
 
 

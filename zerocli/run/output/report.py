@@ -37,7 +37,11 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
     """
     world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
-    axes = f" ({world} data-parallel x {tp} tensor-parallel)" if tp > 1 else ""
+    words = [f"{world} data-parallel x {tp} tensor-parallel"] if tp > 1 else []
+    words += [f"{engine.replicas.world} groups of {engine.shards.world}, each with all states"] * (
+        engine.replicas.world > 1
+    )
+    axes = f" ({'; '.join(words)})" if words else ""
     each = "data-parallel rank" if tp > 1 else "rank"
     update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
     offload = [f"offload {config.offload.placement}{update if any(f.offloaded for f in engine.flats()) else ''}"]
@@ -330,8 +334,8 @@ def planned_memory(config: Config, numel: int, local: int, trained: int) -> dict
     """
     setup = setup_of(config, device="cuda" if torch.cuda.is_available() else "cpu")
     common = (setup.width, setup.grad_width, setup.state_width)
-    world, mine = config.parallel.ranks // config.parallel.tp, None if trained == numel else trained
-    held = model_states(local, config.zero.stage, world, *common, mine)
+    mine = None if trained == numel else trained
+    held = model_states(local, config.zero.stage, setup.shards, *common, mine)
     whole = model_states(numel, 0, 1, *common, trained)
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
 

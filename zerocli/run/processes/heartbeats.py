@@ -1,7 +1,12 @@
-"""Heartbeats: the status that ranks of a run publish to each other through the process group's store.
+"""Heartbeats: the status of each rank, for others that are stuck or have lost a rank.
 
-A rank that is stuck, or has lost another, reads the others' heartbeats: a rank whose heartbeats continue is alive, one
-that has begun fewer collectives has not arrived, and one that exited cleanly has published the reason.
+A rank whose heartbeats continue is alive, one that has begun fewer collectives has not arrived, and one that exited
+cleanly has published the reason.
+
+[Note: heartbeats of many ranks] A rank writes its heartbeat to its host's board, which is memory. Of the ranks of a
+host the first that is alive publishes all of the board as one record in the ranks' store: one message per host and
+interval. Of ranks that ask at the same time one reads the records, and publishes what it found in few words; the others
+read that. So no rank sends or reads more in a larger job, and a rank whose host's first rank is gone is still heard.
 """
 
 from __future__ import annotations
@@ -9,24 +14,34 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from zerocli.ranks.store import read_all
+from zerocli.ranks.words import by_words, named, runs, said_of
 from zerocli.ranks.worker import within
+from zerocli.run.processes import board as boards
 from zerocli.run.processes.rank_loss import PATIENCE_SECONDS
 
 T = TypeVar("T")
+FOUND_TRIES = 8
+"""How often a rank looks for what another has found, within PATIENCE_SECONDS."""
+MISSED = 1.5
+"""Intervals without a heartbeat after which the next rank of a host publishes its record."""
+MOST_WORDS = 200
+"""Characters of a status."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last status that a rank published."""
+    """The last status of a rank."""
 
     time: float
-    """The rank's own clock; others only check whether it advances."""
+    """The host's own clock; others only check whether it advances."""
     idle: float
     """Seconds since it last began or finished anything that others could wait for."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -40,12 +55,24 @@ class Heartbeat:
     """Whether it ended because it had lost another rank."""
 
 
-class Heartbeats:
-    """The heartbeats of all ranks that hold a part of one model; `ranks` are global."""
+Heard = tuple[dict[int, Heartbeat], set[int]]
+"""The heartbeats of ranks, and which of them are silent."""
 
-    def __init__(self, rank: int, ranks: Sequence[int], store: Any | None = None) -> None:
-        self.rank, self.ranks = rank, tuple(ranks)
+
+class Heartbeats:
+    """The heartbeats of all ranks that hold a part of one model; `ranks` are global.
+
+    A rank says one every `interval` seconds. `host` is the name of this host, for tests.
+    """
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], store: Any | None = None, interval: float = 1.0, host: str = ""
+    ) -> None:
+        self.rank, self.ranks, self._interval = rank, tuple(ranks), interval
         self._store = dist.PrefixStore("zerocli-beats", _job_store() if store is None else store)
+        self._host = host or boards.host_name()
+        self._board: boards.Board | None = None
+        self._slot = 0
         self.gone = False
         """Whether the store is gone; it is not queried again, as torch logs long warnings each time."""
 
@@ -55,22 +82,60 @@ class Heartbeats:
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return "torchrun on the host of rank 0" if agents else "rank 0"
 
+    # -- saying ----------------------------------------------------------------------------------------------------
+
     def say(self, beat: Heartbeat) -> None:
-        """Publish a heartbeat, however long the store takes; do nothing if the store is gone."""
+        """Write a heartbeat, and publish the host's record if that is up to this rank; do nothing if the store is gone.
+
+        Last words are published at once.
+        """
         with contextlib.suppress(Exception):
-            self._reach(lambda: self._store.set(str(self.rank), json.dumps(asdict(beat))))
+            if self._board is None:
+                self._reach(self._join)
+            assert self._board is not None
+            beat = replace(beat, doing=beat.doing[:MOST_WORDS], alone=beat.alone[:MOST_WORDS])
+            self._board.write(self._slot, json.dumps([self.rank, asdict(beat)]))
+            here = self._read_board()
+            if beat.ended or self.rank == self._publisher(here, beat.time):
+                record = json.dumps({rank: asdict(each) for rank, each in here.items()})
+                self._reach(lambda: self._store.set(f"record/{self._host}", record))
+
+    def _join(self) -> None:
+        self._host, self._board, self._slot = boards.join(self._store, self._host)
+        if self._slot == 0:
+            self._store.set(f"record/{self._host}", "{}")
+            self._store.set(f"host/{self._store.add('hosts', 1) - 1}", self._host)
+
+    def _read_board(self) -> dict[int, Heartbeat]:
+        assert self._board is not None
+        found = {}
+        for text in self._board.read():
+            with contextlib.suppress(ValueError, TypeError):
+                rank, beat = json.loads(text)
+                found[int(rank)] = Heartbeat(**beat)
+        return found
+
+    def _publisher(self, here: Mapping[int, Heartbeat], now: float) -> int:
+        """Return the first rank of this host that is alive."""
+        late = now - MISSED * self._interval
+        return min((rank for rank, beat in here.items() if beat.time >= late and not beat.ended), default=self.rank)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self) -> dict[int, Heartbeat] | None:
         """Return each rank's last heartbeat, None if the store does not answer."""
 
-        def ask() -> dict[int, Heartbeat]:
-            found = {}
-            for rank in self.ranks:
-                if self._store.check([str(rank)]):
-                    found[rank] = Heartbeat(**json.loads(self._store.get(str(rank))))
-            return found
+        def ask() -> list[bytes]:
+            hosts = read_all(self._store, [f"host/{number}" for number in range(self._store.add("hosts", 0))])
+            return read_all(self._store, [f"record/{host.decode()}" for host in hosts])
 
-        return within(PATIENCE_SECONDS, lambda: self._reach(ask))
+        records = within(PATIENCE_SECONDS, lambda: self._reach(ask))
+        if records is None:
+            return None
+        found: dict[int, Heartbeat] = {}
+        for record in records:
+            found |= {int(rank): Heartbeat(**beat) for rank, beat in json.loads(record).items()}
+        return found
 
     def _reach(self, act: Callable[[], T]) -> T:
         """Return the result of `act` on the store; a failed connection, but not a slow one, marks the store as gone."""
@@ -82,8 +147,49 @@ class Heartbeats:
             self.gone = True
             raise
 
-    def ask_twice(self, pause: Callable[[], object]) -> tuple[dict[int, Heartbeat], set[int]] | None:
-        """Return the others' current heartbeats, and the ranks that published nothing new during the pause."""
+    def ask_twice(self, pause: Callable[[], object]) -> Heard | None:
+        """Return the others' current heartbeats, and the ranks that said nothing new during the second of two pauses.
+
+        One of the ranks that ask at the same time reads them all; the others take what it found.
+        """
+        turn = within(PATIENCE_SECONDS, lambda: self._reach(self._take_turn))
+        if turn is None:
+            return None
+        number, asker = turn
+        heard = self._found(number, pause) if asker != self.rank else None
+        if heard is None and (heard := self._read_twice(pause)) is not None:
+            text = found_text(*heard)
+            within(PATIENCE_SECONDS, lambda: self._reach(lambda: self._publish_found(number, text)))
+        if heard is None:
+            return None
+        said, silent = heard
+        return {rank: beat for rank, beat in said.items() if rank != self.rank}, silent - {self.rank}
+
+    def _take_turn(self) -> tuple[int, int]:
+        """Return the number of the question that is open now, and the rank that answers it."""
+        number = self._store.add("asked", 0)
+        return number, int(self._store.compare_set(f"asker/{number}", "", str(self.rank)))
+
+    def _publish_found(self, number: int, text: str) -> None:
+        self._store.set(f"found/{number}", text)
+        self._store.add("asked", 1)
+
+    def _found(self, number: int, pause: Callable[[], object]) -> Heard | None:
+        """Return what the rank that answers a question has found; None if it does not come."""
+        pause()
+        pause()
+        key = f"found/{number}"
+        for _ in range(FOUND_TRIES):  # it began a moment earlier or later, and its two questions take a while
+            if text := within(PATIENCE_SECONDS, lambda: self._reach(lambda: self._read_if_there(key))):
+                return read_found(text)
+            time.sleep(PATIENCE_SECONDS / FOUND_TRIES)
+        return None
+
+    def _read_if_there(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def _read_twice(self, pause: Callable[[], object]) -> Heard | None:
+        pause()  # what a rank said last may not have been published before
         before = self.ask()
         if before is not None:
             pause()
@@ -92,7 +198,28 @@ class Heartbeats:
             return None
         others = [rank for rank in self.ranks if rank != self.rank]
         silent = {r for r in others if r not in now or (r in before and before[r].time == now[r].time)}
-        return {rank: now[rank] for rank in others if rank in now}, silent
+        return {rank: now[rank] for rank in self.ranks if rank in now}, silent
+
+
+def found_text(said: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
+    """Return heartbeats as JSON; ranks with the same status, for the same number of seconds, are written once."""
+    alike: dict[str, list[int]] = {}
+    for rank, beat in said.items():
+        status = asdict(replace(beat, time=0.0, idle=float(round(beat.idle))))
+        alike.setdefault(json.dumps(status, sort_keys=True), []).append(rank)
+    rows = [[json.loads(status), runs(ranks)] for status, ranks in alike.items()]
+    return json.dumps({"said": rows, "silent": runs(silent)})
+
+
+def read_found(text: str) -> Heard:
+    """Return what `found_text` wrote."""
+    body = json.loads(text)
+    said = {rank: Heartbeat(**status) for status, where in body["said"] for rank in _expanded(where)}
+    return said, set(_expanded(body["silent"]))
+
+
+def _expanded(where: Iterable[Sequence[int]]) -> list[int]:
+    return [rank for first, last in where for rank in range(first, last + 1)]
 
 
 def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
@@ -101,20 +228,20 @@ def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
     if heard is None:
         return no_store(beats)
     said, silent = heard
+    ended = {rank: beat for rank, beat in said.items() if beat.ended}
+    causes = said_of({rank: f"ended ({beat.ended})" for rank, beat in ended.items() if not beat.by_loss})
+    gone = silent_words({rank: said.get(rank) for rank in sorted(silent - ended.keys())})
+    return "; ".join(filter(None, (causes, gone))) or "all ranks still answer: the link between them broke"
+
+
+def silent_words(beats: Mapping[int, Heartbeat | None]) -> str:
+    """Return the words that ranks do not answer, and what the last heartbeat of each said it was doing."""
+    found = by_words({rank: beat.doing if beat is not None else "" for rank, beat in beats.items()})
     lines = []
-    for rank in (rank for rank in beats.ranks if rank != beats.rank):
-        beat = said.get(rank)
-        if beat is not None and beat.ended:
-            if not beat.by_loss:
-                lines.append(f"rank {rank} ended ({beat.ended})")
-        elif rank in silent:
-            lines.append(silent_words(rank, beat))
-    return "; ".join(lines) or "all ranks still answer: the link between them broke"
-
-
-def silent_words(rank: int, beat: Heartbeat | None) -> str:
-    """Return the words that a rank does not answer, and what its last heartbeat said it was doing."""
-    return f"rank {rank} does not answer" + (f" (it was {beat.doing})" if beat is not None and beat.doing else "")
+    for doing, ranks in found.items():
+        does, it = ("does", "it was") if len(ranks) == 1 else ("do", "they were")
+        lines.append(f"{named(ranks)} {does} not answer" + (f" ({it} {doing})" if doing else ""))
+    return "; ".join(lines)
 
 
 def no_store(beats: Heartbeats) -> str:

@@ -19,7 +19,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +36,9 @@ TAIL_LINES, TAIL_NBYTES = 60, 256 << 10
 MAX_ERROR_NBYTES = 16 << 20
 SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals on which a run with checkpoints saves one."""
+FAILED = signal.SIGUSR2
+"""Sent before SIGTERM to the ranks of such a run when another has failed: one that starts has no handler and ends at
+once; one that trains goes on until it has said what it lost."""
 
 
 class Rank:
@@ -202,10 +205,12 @@ class Job:
         environ.setdefault("PYTHONFAULTHANDLER", "1")
         with listen_on_loopback() as store:  # rank 0 inherits the socket, so no other process can take the port
             environ |= {"MASTER_PORT": str(store.getsockname()[1]), STORE_FD: str(store.fileno())}
-            for index in range(self.num_ranks):
-                fds = (store.fileno(),) if index == 0 else ()
-                self.ranks.append(Rank(index, self.command, environ, self.run_dir / "logs", fds))
-                environ.pop(STORE_FD, None)
+            # Ranks that save inherit the mask, until they have handlers of their own: see preempt.py.
+            with blocked(SAVING_SIGNALS if self.saves else ()):
+                for index in range(self.num_ranks):
+                    fds = (store.fileno(),) if index == 0 else ()
+                    self.ranks.append(Rank(index, self.command, environ, self.run_dir / "logs", fds))
+                    environ.pop(STORE_FD, None)
 
     def _watch(self) -> None:
         """Return when all ranks have ended, one has failed, or a signal asks to stop."""
@@ -226,6 +231,8 @@ class Job:
         running = [rank for rank in self.ranks if not rank.poll()]
         stop = self.signals[0] if self.saves and self.signals else signal.SIGTERM
         for rank in running:
+            if self.saves and not self.signals:
+                rank.signal(FAILED)
             rank.signal(stop)
         deadline = time.monotonic() + self.grace_seconds
         num_signals = len(self.signals) or 1
@@ -285,6 +292,16 @@ class Job:
             code = (cause.record() or {}).get("exit_code", cause.code)
             return code if code in (USAGE, DOES_NOT_FIT, INTERRUPTED) else FAILURE
         return PREEMPTED if any(rank.code == PREEMPTED for rank in self.ranks) else OK
+
+
+@contextlib.contextmanager
+def blocked(signals: Iterable[int]) -> Iterator[None]:
+    """Block signals while the body runs; processes that it starts keep them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def describe_failure(rank: Rank) -> str:

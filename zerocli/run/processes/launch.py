@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerocli import machine
-from zerocli.config import Config, hub
+from zerocli.config import Config, hub, refuse_shard_ranks
 from zerocli.config.options import RunOptions
 from zerocli.console import say
 from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, USAGE, UserError
@@ -89,17 +89,29 @@ def fits(config: Config, gpus: Sequence[machine.Gpu]) -> bool:
 
 
 def with_ranks(config: Config, num_ranks: int) -> Config:
-    """Return the config with its number of ranks filled in."""
+    """Return the config with its number of ranks filled in; UserError if that is no multiple of its groups."""
+    refuse_shard_ranks(config.parallel, num_ranks)
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
 
 
-def refuse_worker(config: Config, options: RunOptions, worker: Mapping[str, str]) -> None:
-    """Compare the plan with this node, on its first rank, unless the launcher has done so.
+def with_refusal(config: Config, options: RunOptions, worker: Mapping[str, str]) -> RunOptions:
+    """Compare the plan with this node, on its first rank, unless the launcher has done so; return the options.
 
-    Under SLURM a task may see only its own part of the host's memory, so that is not compared.
+    Raise UserError if the run does not fit; of several nodes the options then have the error, which rank 0 shows.
     """
     if "ZEROCLI_PARENT" in os.environ or worker.get("LOCAL_RANK") != "0":
-        return
+        return options
+    try:
+        _refuse_worker(config, options, worker)
+    except UserError as error:
+        if worker["WORLD_SIZE"] == worker.get("LOCAL_WORLD_SIZE"):
+            raise
+        return dataclasses.replace(options, refused=error)
+    return options
+
+
+def _refuse_worker(config: Config, options: RunOptions, worker: Mapping[str, str]) -> None:
+    """Under SLURM a task may see only its own part of the host's memory, so that is not compared."""
     refuse_missing(config.train.log_to)
     preflight.refuse_disks(config, options.auto)
     local = math.gcd(int(worker["WORLD_SIZE"]), int(worker.get("LOCAL_WORLD_SIZE", worker["WORLD_SIZE"])))

@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from zerocli.run.processes.job import SAVING_SIGNALS
+from zerocli.run.processes.job import FAILED, SAVING_SIGNALS
 
 MARGIN_SECONDS = 10.0
 """Margin between the expected end of the last save and the time limit."""
+
+
+_noted: list[int] = []
+"""The saving signals that this process has received."""
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _noted.append(number)
+
+
+def note_signals(saves: bool) -> dict[int, Any]:
+    """From now on note SAVING_SIGNALS instead of ending, if the run `saves`; return the handlers that were replaced.
+
+    A rank does so as soon as it knows its config, so that a signal during its start is obeyed after the first step. Our
+    launcher starts ranks with these signals blocked; until now none could be lost.
+    """
+    replaced: dict[int, Any] = {}
+    main = threading.current_thread() is threading.main_thread()
+    if saves and main and signal.getsignal(signal.SIGTERM) is not _note:
+        _noted.clear()
+        replaced = {number: signal.signal(number, _note) for number in SAVING_SIGNALS}
+        replaced[FAILED] = signal.getsignal(FAILED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVING_SIGNALS)
+    return replaced
+
+
+def outlive_failures() -> None:
+    """From now on let this rank go on when another has failed, until it has said what it lost."""
+    if signal.getsignal(signal.SIGTERM) is _note:
+        signal.signal(FAILED, signal.SIG_IGN)
+
+
+def ignore_signals() -> None:
+    """From now on ignore signals that were noted: the run is over, and Python's end would restore the default actions.
+
+    srun may send SIGTERM to the last tasks of a run that ends with another code than 0.
+    """
+    for number in SAVING_SIGNALS:
+        if signal.getsignal(number) is _note:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def noting_signals(saves: bool) -> Iterator[None]:
+    """Note the signals while the body runs."""
+    replaced = note_signals(saves)
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
 
 
 class Preemption:
@@ -23,18 +77,6 @@ class Preemption:
         self._limit, self._save_seconds = time_limit, save_seconds
         self._longest_step = 0.0
         self._last_asked: float | None = None
-        self._signal: int | None = None
-
-    def __enter__(self) -> Preemption:
-        self._before = {number: signal.signal(number, self._note) for number in SAVING_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
 
     def wants_stop(self) -> bool:
         """Return whether to stop; called once per step."""
@@ -42,7 +84,7 @@ class Preemption:
         if self._last_asked is not None:
             self._longest_step = max(self._longest_step, now - self._last_asked)
         self._last_asked = now
-        return self._signal is not None or self._is_near(now)
+        return bool(_noted) or self._is_near(now)
 
     def _is_near(self, now: float) -> bool:
         """Return whether two more steps and a save, each as slow as the slowest so far, could exceed the limit."""
@@ -54,8 +96,8 @@ class Preemption:
     @property
     def reason(self) -> str:
         """Why this rank wants to stop, or that another rank does."""
-        if self._signal is not None:
-            return signal.Signals(self._signal).name
+        if _noted:
+            return signal.Signals(_noted[-1]).name
         return f"the time limit of {self._limit:g} s is near" if self._limit else "another rank was told to stop"
 
 

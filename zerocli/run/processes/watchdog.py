@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,12 +31,18 @@ from zerocli.ranks.issued import Issued
 from zerocli.ranks.loss import Severed, severed
 from zerocli.ranks.progress import Progress
 from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.words import said_of
 from zerocli.ranks.worker import record_failure, within
 from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, cloned, lost_ranks, no_store, silent_words
 from zerocli.run.processes.rank_loss import PATIENCE_SECONDS, standing
 
 START_SECONDS = 30.0
 """Minimum wait for a rank that has sent no heartbeat yet: processes do not all start at once."""
+
+
+MIN_PAUSE_SECONDS = 0.5
+RANKS_PER_SECOND = 4096
+"""Heartbeats per second at most: those of one host are one message to the store."""
 
 
 class Shared(Protocol):
@@ -61,7 +67,7 @@ class Axis:
         This rank has waited for `waited` seconds; a rank that made progress in the second half of that is only slow.
         """
         speaking = {rank: beat for rank, beat in said.items() if rank not in silent}
-        gone = [silent_words(rank, said.get(rank)) for rank in sorted(silent)]
+        gone = silent_words({rank: said.get(rank) for rank in sorted(silent)})
         if not gone and any(beat.alone and beat.idle < waited / 2 for beat in speaking.values()):
             return ""  # a save makes progress; updates may wait for it, and ranks for those
         staged = isinstance(self.shared, Progress)  # a rank that arrived may still work alone (the commit)
@@ -70,11 +76,11 @@ class Axis:
             for rank, beat in speaking.items()
             if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (staged and beat.alone))
         }
-        stuck = [
-            f"rank {rank} had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2
-        ]
+        stuck = said_of(
+            {rank: f"had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2}
+        )
         if gone or stuck:
-            return "; ".join([*gone, *stuck])
+            return "; ".join(filter(None, (gone, stuck)))
         just_came = any(beat.idle < waited / 2 for rank, beat in speaking.items() if rank in self.ranks)
         return "" if late or just_came else "all ranks had arrived: the link between them is stuck"
 
@@ -88,9 +94,7 @@ class Watchdog(threading.Thread):
     def __init__(self, engine: Engine | None, limit: float, end: Callable[[str], None] | None = None) -> None:
         super().__init__(name="zerocli-watchdog", daemon=True)
         self._limit, self._end = limit, end or end_process
-        self._interval = min(1.0, limit / 20)
-        # Querying the other ranks takes at most this long; it begins this long before the limit.
-        self._lead = 2 * PATIENCE_SECONDS + 3 * self._interval
+        self._interval = interval_of(limit, 1)
         self._closed = threading.Event()
         self._axes: list[Axis] = []
         self._engine_axes: list[Axis] = []
@@ -101,24 +105,41 @@ class Watchdog(threading.Thread):
         """The ranks that were gone when this rank failed because it had lost another."""
         if engine is not None:
             self.attach(engine)
-            self._heartbeats = Heartbeats(dist.get_rank(), engine.ranks) if self._axes and limit else None
+            if self._axes and limit:
+                self._open_heartbeats(dist.get_rank(), engine.ranks, None)
 
     def connect(self, rank: int, world: int, store: dist.Store | None = None) -> None:
         """Also monitor the run's start, and exchange heartbeats through `store` or the process group's store."""
         if world > 1 and self._limit and self._heartbeats is None:
             self._axes = [*self._axes, Axis("start", STARTUP, tuple(range(world)))]
-            self._heartbeats = Heartbeats(rank, range(world), None if store is None else cloned(store))
+            self._open_heartbeats(rank, range(world), None if store is None else cloned(store))
             STARTUP.restart_wait()  # so far this rank waited only for the store
+            assert self._heartbeats is not None
             self._heartbeats.say(self._heartbeat())
 
+    def _open_heartbeats(self, rank: int, ranks: Sequence[int], store: dist.Store | None) -> None:
+        self._interval = interval_of(self._limit, len(ranks))
+        self._heartbeats = Heartbeats(rank, ranks, store, self._interval)
+
+    @property
+    def _lead(self) -> float:
+        """Querying the other ranks takes at most this long; it begins this long before the limit."""
+        return 3 * PATIENCE_SECONDS + 2 * self._pause_seconds
+
+    @property
+    def _pause_seconds(self) -> float:
+        """How long a rank may say nothing before it counts as silent; a busy machine runs no thread in time."""
+        return max(MIN_PAUSE_SECONDS, 3 * self._interval)
+
     def attach(self, engine: Engine) -> None:
-        """Also monitor an engine's collectives; only its axes need to be open."""
+        """Also monitor an engine's collectives; only its axes need to be open. A second call adds those made since."""
+        others = [axis for axis in self._axes if axis not in self._engine_axes]
         self._engine_axes = [
             Axis(name, axis, tuple(dist.get_process_group_ranks(axis.group or dist.group.WORLD)))
-            for name, axis in (("data", engine.collectives), ("tensor", engine.tensor_parallel))
+            for name, axis in engine.axes.items()
             if axis.world > 1
         ]
-        self._axes = [*self._axes, *self._engine_axes]
+        self._axes = [*others, *self._engine_axes]
 
     def watch(self, saves: Progress) -> None:
         """Also monitor a run's saves."""
@@ -259,14 +280,19 @@ class Watchdog(threading.Thread):
         here = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, lambda *_: hurry.set()) if here else None
         try:
-            found = lost_ranks(beats, lambda: hurry.wait(3 * self._interval))
+            found = lost_ranks(beats, lambda: hurry.wait(self._pause_seconds))
         finally:
             if here:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         return "" if hurry.is_set() else found
 
     def _pause(self) -> None:
-        self._closed.wait(3 * self._interval)
+        self._closed.wait(self._pause_seconds)
+
+
+def interval_of(limit: float, ranks: int) -> float:
+    """Return the seconds between two heartbeats of a rank; longer for many ranks, whose hosts share one store."""
+    return min(limit / 20, max(1.0, ranks / RANKS_PER_SECOND))
 
 
 def oldest_open(shared: Shared) -> Issued | None:

@@ -1,0 +1,506 @@
+"""What grows with the number of ranks, and what a step takes on thousands of them.
+
+    unshare --user --map-root-user --net sh -c 'ip link set lo up && python benchmarks/scale.py growth'
+    python benchmarks/scale.py step llama3-8b    # plain sharding beside groups of a node, 64 to 16,384 ranks
+    python benchmarks/scale.py published         # estimates beside published runs on several nodes
+
+`growth` runs each part for 8 to 16,384 ranks in this process: one real TCPStore with a connection for each rank, the
+heartbeats of all ranks, their exchanges, the plan of a checkpoint and its manifest, and `zerocli fit`. It prints
+seconds, messages and bytes. (torch looks up the name of each client's address: in a network of its own, that fails at
+once, and no resolver that limits questions delays it.) `step` and `published` print estimates; nothing runs on ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import gc
+import io
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+RANKS = (8, 64, 512, 4096, 16384)
+PER_NODE = 8
+LIMIT = 600.0
+"""Seconds of `train.watchdog`."""
+SPARE_FILES = 200
+HOUR = datetime.timedelta(hours=1)
+
+
+@dataclasses.dataclass
+class Row:
+    """What one part takes with so many ranks."""
+
+    part: str
+    ranks: int
+    seconds: float
+    where: str
+    """Whose seconds these are."""
+    messages: float
+    nbytes: float
+    """Messages and bytes of `whose` rank."""
+    whose: str = ""
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[Callable[[], float]]:
+    """Yield what returns the seconds of the body, once it has ended."""
+    gc.collect()
+    gc.freeze()  # a rank has none of what this process holds for the others
+    began, ended = time.perf_counter(), [0.0]
+    yield lambda: ended[0]
+    ended[0] = time.perf_counter() - began
+
+
+def counted(store: Any) -> tuple[Any, Counter[str]]:
+    """Return a store that counts its messages and the bytes of their values, and the counts."""
+    import torch.distributed as dist
+
+    class Counted(dist.Store):
+        """Hands everything on to another store."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: Counter[str] = Counter()
+
+        def _note(self, values: list[bytes]) -> None:
+            self.counts["messages"] += 1
+            self.counts["bytes"] += sum(map(len, values))
+
+        def set(self, key: str, value: Any) -> None:
+            self._note([bytes(value) if not isinstance(value, str) else value.encode()])
+            store.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            found: bytes = store.get(key)
+            self._note([found])
+            return found
+
+        def add(self, key: str, value: int) -> int:
+            self._note([])
+            return int(store.add(key, value))
+
+        def check(self, keys: list[str]) -> bool:
+            self._note([])
+            return bool(store.check(keys))
+
+        def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+            found: bytes = store.compare_set(key, expected, desired)
+            self._note([found])
+            return found
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            found: list[bytes] = store.multi_get(keys)
+            self._note(found)
+            return found
+
+        def has_extended_api(self) -> bool:
+            return True
+
+    made = Counted()
+    return made, made.counts
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def growth(sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Yield a row for each part and number of ranks."""
+    for ranks in sizes:
+        for part in (rendezvous, heartbeats, values, agreement, metrics, checkpoint, plans):
+            yield from part(ranks)
+
+
+def serve(ranks: int, connection: Any) -> None:
+    """Keep a store for clients of another process, until that one says that it is done."""
+    import torch.distributed as dist
+
+    from zerocli import machine
+
+    machine.allow_open_files(ranks + SPARE_FILES)
+    server = dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, timeout=HOUR, wait_for_workers=False)
+    before = resident()
+    connection.send(server.port)
+    connection.recv()
+    connection.send(resident() - before)
+    connection.recv()
+
+
+def rendezvous(ranks: int) -> Iterator[Row]:
+    """A real store that as many clients connect to, each with a connection of its own."""
+    import torch.distributed as dist
+
+    from zerocli import machine
+
+    machine.allow_open_files(ranks + SPARE_FILES)
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(ranks, there))
+    server.start()
+    port = here.recv()
+    with timed() as seconds:
+        clients = [
+            dist.TCPStore("127.0.0.1", port, ranks, is_master=False, timeout=HOUR, wait_for_workers=False)
+            for _ in range(ranks)
+        ]
+        for client in clients:
+            client.add("here", 1)
+    here.send("done")
+    nbytes = here.recv()
+    del clients, client
+    here.send("end")
+    server.join()
+    yield Row("start: connections to the store", ranks, seconds(), "all, one by one", 1, nbytes, "memory of rank 0")
+
+
+def heartbeats(ranks: int) -> Iterator[Row]:
+    """All ranks' heartbeats through one store, of hosts of eight; then all of them ask at the same time."""
+    import torch.distributed as dist
+
+    from zerocli import machine
+    from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, lost_ranks
+    from zerocli.run.processes.watchdog import interval_of
+
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=HOUR, wait_for_workers=False)
+    store, counts = counted(server)
+    machine.allow_open_files(ranks + SPARE_FILES)  # each rank has its host's board open, here all in one process
+    everyone, interval = range(ranks), interval_of(LIMIT, ranks)
+    beats = [Heartbeats(rank, everyone, store, interval, host=f"host-{rank // PER_NODE}") for rank in everyone]
+
+    def say(number: int) -> None:
+        for each in beats:
+            if each.rank != ranks - 1 or not number:  # the last rank is lost after its first
+                each.say(Heartbeat(time.monotonic(), 1.0, {"data": number}, f"in all_gather of blocks.{number}"))
+
+    say(0)
+    joined = counts.copy()
+    counts.clear()
+    with timed() as seconds:
+        say(1)
+    yield Row("heartbeats: joining", ranks, 0.0, "", joined["messages"] / ranks, joined["bytes"] / ranks, "each rank")
+    yield Row(
+        *("heartbeats: one interval", ranks, seconds() / ranks, "each rank"),
+        *(counts["messages"] / interval, counts["bytes"] / interval, "the store, per second"),
+    )
+    counts.clear()
+    with timed() as seconds:
+        said = lost_ranks(beats[0], lambda: say(2))
+    assert said == f"rank {ranks - 1} does not answer (it was in all_gather of blocks.0)", said
+    say_counts = Counter(counts)
+    yield Row(
+        *("heartbeats: the rank that asks", ranks, seconds(), "it, with one interval of all"),
+        *(say_counts["messages"], say_counts["bytes"], "the store"),
+    )
+    # Others that asked at the same time read what it found.
+    number = server.add("zerocli-beats/asked", 0) - 1
+    counts.clear()
+    with timed() as seconds:
+        heard = beats[1]._found(number, lambda: None)
+    assert heard is not None and heard[1] == {ranks - 1}
+    yield Row(
+        *("heartbeats: each other that asks", ranks, seconds(), "it"), *(counts["messages"], counts["bytes"], "it")
+    )
+
+
+def values(ranks: int) -> Iterator[Row]:
+    """What ranks tell each other at their start: every node's machine, the same on all."""
+    from zerocli.plan.time.hardware import PRESETS
+    from zerocli.run.recompute import alike_text, from_alike
+
+    text = json.dumps(dataclasses.asdict(PRESETS["h100"]))
+    with timed() as seconds:
+        sent = alike_text([text] * ranks)
+    yield Row("start: values of all ranks", ranks, seconds(), "rank 0", 1, len(text) * ranks, "rank 0 reads")
+    with timed() as seconds:
+        assert len(from_alike(sent)) == ranks
+    yield Row("start: values of all ranks", ranks, seconds(), "each rank", 1, len(sent), "each reads")
+
+
+def agreement(ranks: int) -> Iterator[Row]:
+    """One exchange before a gather, which ranks have on CPUs or with uneven=True: rows of seven numbers."""
+    import numpy as np
+
+    from zerocli.engine import agreement as agreements
+
+    rows = np.zeros((ranks, agreements._READY + 1), dtype=np.int64)
+    with timed() as seconds:
+        agreements._most_wanted(rows.tolist())
+    yield Row("agreement before a gather (CPU)", ranks, seconds(), "each rank", 1, rows.nbytes, "each rank")
+    yield Row("agreement after a step (GPU)", ranks, 0.0, "", 1, 2 * 8, "each rank")
+
+
+def metrics(ranks: int) -> Iterator[Row]:
+    """The values of a step, gathered from all ranks."""
+    import torch
+
+    columns = 8
+    everyone = torch.zeros(ranks, columns, dtype=torch.float64)
+    with timed() as seconds:
+        everyone[:, 0].mean().item(), everyone[:, 4:].amax(0).tolist(), bool(everyone[:, 3].any())
+    yield Row("metrics of a step", ranks, seconds(), "each rank", 1, everyone.nbytes, "each rank")
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(ranks: int) -> Iterator[Row]:
+    """The plan of a checkpoint of a Llama with two blocks as wide as those of 8B, sharded over all ranks."""
+    import torch
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    from zerocli.checkpoint import manifest as manifests
+    from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
+    from zerocli.checkpoint.parts import LoadPlanner, SavePlanner
+    from zerocli.checkpoint.reader import Reader
+
+    layouts = llama_layouts(ranks, blocks=2)
+    with timed() as seconds:
+        plans = []
+        for rank in range(ranks):
+            planner = SavePlanner()
+            planner.parts = {part.name: part for part in parts_of(layouts, rank, ranks)}
+            plans.append(planner.create_local_plan())
+    items = sum(len(plan.items) for plan in plans)
+    yield Row("checkpoint: local plan", ranks, seconds() / ranks, "each rank", 1, items / ranks, "items of each rank")
+    before = resident()
+    with timed() as seconds:
+        final, metadata = SavePlanner().create_global_plan([SavePlan(plan.items) for plan in plans])
+    yield Row("checkpoint: global plan", ranks, seconds(), "rank 0", ranks, resident() - before, "memory of rank 0")
+    digest = "0" * 64
+    with timed() as seconds:
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            pieces = [Piece(tuple(c.offsets), tuple(c.sizes), "rank-00000.bin", 0, digest) for c in entry.chunks]
+            tensors[name] = Tensor(entry.properties.dtype, tuple(entry.size), pieces)
+        data = manifests.encode(Manifest(1, tensors, {"rank-00000.bin": 1 << 62}))
+    yield Row("checkpoint: manifest written", ranks, seconds(), "rank 0", 1, len(data), "file")
+    del plans, final, metadata, tensors
+    with timed() as seconds:
+        manifest = manifests.decode(data)
+    yield Row("checkpoint: manifest read", ranks, seconds(), "each rank", 1, len(data), "file")
+    there = max(1, ranks // 2)  # resumed on half the ranks
+    again = {part.name: part for part in parts_of(llama_layouts(there, blocks=2), there // 2, there)}
+    with timed() as seconds:
+        load = LoadPlanner()
+        load.set_up_planner(again, Reader(Path("."), manifest).read_metadata())
+        reads = load.create_local_plan()
+    yield Row("resume at another size: plan", ranks, seconds(), "each rank", 1, len(reads.items), "reads of each rank")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "step-00000001")
+        path.mkdir()
+        files = {f"rank-{rank:05d}.bin": 1 for rank in range(ranks)}
+        for name in files:
+            (path / name).write_bytes(b"x")
+        (path / "manifest.json").write_bytes(manifests.encode(Manifest(1, {}, files)))
+        with timed() as seconds:
+            manifests.read(path)
+        yield Row("resume: sizes of all files", ranks, seconds(), "rank 0 (local disk)", ranks, 0, "files")
+    assert torch.float32.itemsize == 4
+
+
+def llama_layouts(ranks: int, blocks: int) -> list[Any]:
+    """Return the layouts of the units of a Llama as wide as 8B."""
+    from zerocli.layout.shards import lay_out
+
+    hidden, keys, mlp, vocab = 4096, 1024, 14336, 128256
+    block = {"q": (hidden, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, hidden)}
+    block |= {"gate": (mlp, hidden), "up": (mlp, hidden), "down": (hidden, mlp), "norm1": (hidden,), "norm2": (hidden,)}
+    units = [{"embed": (vocab, hidden)}, *[{f"{n}.{k}": v for k, v in block.items()} for n in range(blocks)]]
+    units.append({"head": (vocab, hidden), "norm": (hidden,)})
+    return [lay_out([(name, shape, int(len(shape) < 2)) for name, shape in unit.items()], ranks) for unit in units]
+
+
+def parts_of(layouts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
+    """Yield the parts that a rank owns: master and two moments."""
+    import torch
+
+    from zerocli.checkpoint.boxes import boxes_of, whole
+    from zerocli.checkpoint.parts import Part
+    from zerocli.checkpoint.sources import Memory
+    from zerocli.layout.shards import owned
+
+    source = Memory(torch.empty(0))
+    for layout in layouts:
+        own = owned(layout.total, ranks, rank)
+        for entry in layout.entries:
+            mine = entry.span.intersect(own)
+            if mine.numel:
+                found = list(boxes_of(whole(entry.shape), entry.shape, mine.shifted(-entry.offset)))
+                for prefix in ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+                    yield Part(f"{prefix}/{entry.name}", entry.shape, source, found)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def fit(*arguments: str) -> tuple[dict[str, Any], float]:
+    """Return what `zerocli fit` answers, and its seconds."""
+    from zerocli.cli.main import run
+
+    out = io.StringIO()
+    with timed() as seconds, contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        run(["fit", *arguments, "--json"])
+    document: dict[str, Any] = json.loads(out.getvalue())
+    return document, seconds()
+
+
+def plans(ranks: int) -> Iterator[Row]:
+    for words in ((), ("--auto",)):
+        _, seconds = fit("llama3-8b", "--ranks", str(ranks), "--hardware", "h100", *words)
+        yield Row(" ".join(["zerocli fit llama3-8b", *words]), ranks, seconds, "one process", 0, 0)
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def step(model: str, sizes: tuple[int, ...], also: list[str]) -> None:
+    """Print the seconds of a step with all ranks as one group, and with groups of a node."""
+    print(f"fit {model} --stage 3 --hardware h100 {' '.join(also)}; groups of {PER_NODE}: --shard-ranks {PER_NODE}")
+    print(f"{'ranks':>6} | {'plain':>8} {'hidden':>7} {'MFU':>5} | {'groups':>8} {'hidden':>7} {'MFU':>5}")
+    for ranks in sizes:
+        cells = []
+        for words in ((), ("--shard-ranks", str(PER_NODE))):
+            asked = (model, "--stage", "3", "--hardware", "h100", "--ranks", str(ranks), *words, *also)
+            found = fit(*asked)[0]["candidates"][0]["step"]
+            cells.append(f"{found['seconds']:7.3f}s {found['hidden']:6.1%} {found['mfu']:5.1%}")
+        print(f"{ranks:6} | {' | '.join(cells)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """Runs that others have measured, of one model on several numbers of GPUs."""
+
+    source: str
+    hardware: str
+    flags: str
+    runs: dict[int, tuple[str, float]]
+    """By GPUs: further flags, and what was measured."""
+    what: str = "tokens/s per GPU"
+
+
+MPT13 = "--set model.family=gpt2 --set model.layers=40 --set model.hidden=5120 --set model.heads=40"
+MPT7 = "--set model.family=gpt2 --set model.layers=32 --set model.hidden=4096 --set model.heads=32"
+MPT30 = "--set model.family=gpt2 --set model.layers=48 --set model.hidden=7168 --set model.heads=56"
+MPT = "--set model.vocab=50368 --seq 2048 --stage 3"
+WHOLE, KEEP = "--set activations.policy=recompute", "--set activations.policy=keep"
+SPECTRUM = "--set hardware.network=25"
+"""1600 Gbit/s per node of eight."""
+ZERO = "--set model.family=gpt2 --set model.vocab=50304 --seq 1024 --stage 2 --tp 16 --ranks-per-node 16"
+DGX2 = "--set hardware.network=6.25 --set activations.policy=recompute"
+"""Sixteen GPUs that share eight adapters of 100 Gbit/s."""
+
+PUBLISHED = (
+    Published(
+        *("torchtitan, Llama 3.1 8B, FSDP, selective, eager", "h100", "llama3-8b --stage 3 --batch 2 --seq 8192"),
+        {n: ("--set activations.policy=selective", v) for n, v in {8: 5762.0, 128: 5605.0}.items()},
+    ),
+    Published(
+        *("llm-foundry, MPT 13B, batch 2, kept", "h100", f"gpt2-xl {MPT13} {MPT} --batch 2 {KEEP}"),
+        {n: ("", v) for n, v in {8: 4792.0, 16: 4767.0, 32: 4811.0, 64: 4800.0}.items()},
+    ),
+    Published(
+        *("llm-foundry, MPT 7B, recomputed", "a100-40", f"gpt2-xl {MPT7} {MPT} {WHOLE} {SPECTRUM}"),
+        {
+            n: (f"--batch {batch}", v)
+            for n, batch, v in ((16, 16, 3645.0), (32, 18, 3725.0), (64, 18, 3665.0), (128, 18, 3623.0))
+        },
+    ),
+    Published(
+        *("llm-foundry, MPT 13B, recomputed", "a100-40", f"gpt2-xl {MPT13} {MPT} {WHOLE} {SPECTRUM}"),
+        {
+            n: (f"--batch {batch}", v)
+            for n, batch, v in ((16, 10, 1993.0), (32, 14, 1998.0), (64, 16, 1976.0), (128, 16, 1972.0))
+        },
+    ),
+    Published(
+        *("llm-foundry, MPT 30B, recomputed", "a100-40", f"gpt2-xl {MPT30} {MPT} {WHOLE} {SPECTRUM}"),
+        {32: ("--batch 4", 857.0), 128: ("--batch 6", 865.0)},
+    ),
+    Published(
+        *("Fernandez et al., Llama 2 7B, FSDP (share of the rate at 128)", "h100"),
+        "llama3-8b --set model.vocab=32000 --set model.kv_heads=32 --set model.mlp_hidden=11008 --stage 3 --batch 2 "
+        f"--seq 4096 {KEEP}",
+        {128: ("", 1.0), 2048: ("", 1 - 0.3722)},
+        "share",
+    ),
+    Published(
+        *("ZeRO paper, Figure 2: 100B, MP 16, batch 32", "v100-32", f"gpt2-xl {ZERO} {DGX2}"),
+        {400: ("--set model.layers=125 --set model.hidden=8192 --set model.heads=64 --batch 32", 38.0)},
+        "TFLOPS per GPU",
+    ),
+    Published(
+        *("ZeRO paper, Figure 3: 60B, MP 16", "v100-32", f"gpt2-xl {ZERO} {DGX2}"),
+        {
+            n: (f"--set model.layers=75 --set model.hidden=8192 --set model.heads=32 --batch {batch}", v)
+            for n, batch, v in ((64, 16, 25.0), (400, 64, 38.0))
+        },
+        "TFLOPS per GPU",
+    ),
+)
+
+
+def published() -> None:
+    """Print estimates beside what others have measured, and both relative to the first row of each."""
+    from zerocli.plan.time.hardware import preset
+
+    for each in PUBLISHED:
+        print(f"{each.source} ({each.what})")
+        first: tuple[float, float] | None = None
+        for ranks, (words, measured) in each.runs.items():
+            document, _ = fit(*f"{each.flags} {words} --hardware {each.hardware} --ranks {ranks}".split())
+            found = document["candidates"][0]["step"]
+            estimated = found["tokens_per_second"] / ranks
+            if each.what == "TFLOPS per GPU":
+                estimated = found["mfu"] * preset(each.hardware).tflops
+            first = first or (estimated, measured)
+            if each.what == "share":
+                estimated /= first[0]
+            change, there = estimated / (1.0 if each.what == "share" else first[0]) - 1, measured / first[1] - 1
+            print(
+                f"  {ranks:5} GPUs: measured {measured:8.1f}, estimated {estimated:8.1f}"
+                f" ({estimated / measured - 1:+.0%}); beside the first: measured {there:+.1%}, estimated {change:+.1%};"
+                f" hidden {found['hidden']:.1%}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("growth", "step", "published"))
+    parser.add_argument("model", nargs="?", default="llama3-8b")
+    parser.add_argument("--ranks", default="", help="comma-separated; 8 to 16384")
+    asked, also = parser.parse_known_args()
+    sizes = tuple(map(int, asked.ranks.split(","))) if asked.ranks else RANKS
+    if asked.what == "step":
+        step(asked.model, sizes if asked.ranks else (64, 256, 1024, 4096, 16384), also)
+    elif asked.what == "published":
+        published()
+    else:
+        rows: dict[str, list[Row]] = {}
+        for row in growth(sizes):
+            rows.setdefault(f"{row.part}|{row.where}", []).append(row)
+            print(json.dumps(dataclasses.asdict(row)), flush=True)
+        print()
+        for found in rows.values():
+            print(f"{found[0].part} (seconds: {found[0].where or '-'}; messages, bytes: {found[0].whose or '-'})")
+            for row in found:
+                print(f"  {row.ranks:6}: {row.seconds:11.6f} s {row.messages:12.1f} messages {row.nbytes:16,.0f}")
+
+
+if __name__ == "__main__":
+    main()

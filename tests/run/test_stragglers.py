@@ -1,0 +1,182 @@
+"""The slowest rank is named in the metrics with what takes it long, and one that stays slow is one warning."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import losses, train
+
+from zerocli.data.batches import Batches
+from zerocli.profile import runs, table
+from zerocli.profile.spread import spread
+from zerocli.run import steps
+from zerocli.run.output import stragglers
+from zerocli.run.output.stragglers import LONG_STEPS, Stragglers, slowest
+
+TIMES = 5
+"""How many of a rank's own micro-steps the injected delay takes: no machine is too slow to see it."""
+
+
+class Slow:
+    """Delays what a rank does by a multiple of its median micro-step so far."""
+
+    def __init__(self) -> None:
+        self.seconds, self.step = [0.0], steps.micro_step
+
+    def micro_step(self, *given: object) -> torch.Tensor:
+        began = time.perf_counter()
+        found = self.step(*given)
+        self.seconds.append(time.perf_counter() - began)
+        return found
+
+    def wait(self) -> None:
+        time.sleep(TIMES * statistics.median(self.seconds))
+
+
+def slow_compute(rank: int, folder: str) -> str:
+    socket.gethostname = lambda: "ab"[rank]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    stragglers.LONG_STEPS = 20
+    slow = Slow()
+
+    def delayed(*given: object) -> torch.Tensor:
+        slow.wait()
+        return slow.micro_step(*given)
+
+    if rank == 1:
+        steps.micro_step = delayed
+    return folder
+
+
+def slow_data(rank: int, folder: str) -> str:
+    slow, read = Slow(), Batches.batch
+
+    def delayed(*given: object) -> object:
+        slow.wait()
+        return read(*given)
+
+    if rank == 1:
+        steps.micro_step, Batches.batch = slow.micro_step, delayed
+    return folder
+
+
+def named(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["slowest"] for line in lines if "slowest" in line]
+
+
+def test_a_rank_whose_compute_is_slow_is_named_and_warned_of_once(tmp_path):
+    sets = ("train.steps=35", "checkpoint.every=0", "zero.stage=3")
+    ended = train(tmp_path / "run", *sets, before=slow_compute)
+    assert ended.codes == [0, 0], ended.said
+    found = named(tmp_path / "run")
+    assert [each["steps"] for each in found][:2] == [[2, 11], [12, 21]] and found[-1]["steps"] == [32, 35]
+    whole = found[:-1]  # the last is of a few steps, in which anything may take long
+    assert {(each["rank"], each["node"], each["cause"]) for each in whole} == {(1, "b", "compute")}
+    assert all(each["fastest"] == each["median"] < each["seconds"] for each in found)
+    assert ended.said[0].count("warning: rank 1 on node b has been slow for 20 steps") == 1
+    assert "most of that in compute" in ended.said[0] and "has been slow" not in ended.said[1]
+    shown = table.render(runs.read(str(tmp_path / "run")))
+    assert re.search(r"  rank 1 on b +slowest in [34] of 4, \d+% over the median, most of it in compute", shown)
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 3))])
+def test_a_rank_that_waits_for_its_data_is_named(tmp_path, stage):
+    sets = ("train.steps=25", "checkpoint.every=0", f"zero.stage={stage}")
+    assert train(tmp_path / "run", *sets, before=slow_data).codes == [0, 0]
+    found = {each["steps"][0]: each for each in named(tmp_path / "run")}[12]  # the first batches were ready before
+    assert (found["rank"], found["cause"]) == (1, "data")
+
+
+@pytest.mark.long
+def test_naming_the_slowest_changes_no_number(tmp_path):
+    sets = ("train.steps=25", "checkpoint.every=0")
+    assert train(tmp_path / "plain", *sets).codes == train(tmp_path / "slow", *sets, before=slow_data).codes == [0, 0]
+    assert losses(tmp_path / "plain") == losses(tmp_path / "slow")
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def rows(*own: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor([[rank, *seconds] for rank, seconds in enumerate(own)], dtype=torch.float64)
+
+
+def test_the_slowest_rank_is_compared_with_the_lower_median():
+    found = slowest(rows((1.0, 0.1, 0, 0), (1.0, 0.5, 0, 0), (1.1, 0.1, 0, 0), (1.2, 0.1, 0, 0)))
+    assert found == {"rank": 1, "cause": "data", "seconds": 1.5, "median": pytest.approx(1.2), "fastest": 1.1}
+    assert slowest(rows((1.0, 0, 0, 0))) is None  # of one rank none is slow
+
+
+class Ranks:
+    """An engine whose other ranks take as long as `others` says."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *others: float) -> None:
+        self.others, self.num_exchanges = others, 0
+
+    def gather_control(self, mine: torch.Tensor) -> torch.Tensor:
+        self.num_exchanges += 1
+        others = [[rank, own, 0.0, 0.0, 0.0] for rank, own in enumerate(self.others, 1)]
+        return torch.cat([mine[None], torch.tensor(others, dtype=torch.float64)])
+
+
+def waits(own: float) -> dict[str, float]:
+    """The waits of a rank in a step of 1.5 seconds, of which it works `own`."""
+    return {"collectives": 1.5 - own, "data": 0.0, "transfers": 0.0, "optimizer": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "warns"),
+    [
+        (1.0, (1.0, 1.25), True),
+        (1.0, (1.0, 1.15), False),
+        (0.1, (0.1, 0.13), False),  # too little of the step
+        (1.0, (1.25, 1.25), False),  # as slow as the median
+    ],
+)
+def test_only_what_is_slow_for_long_is_a_warning(own, others, warns):
+    said: list[str] = []
+    ranks = Ranks(*others)
+    watched = Stragglers(ranks, ("a", "b", "c"), said.append)
+    for step in range(1, 4 * LONG_STEPS + 1):
+        watched.add(step, 1.5, waits(own))
+    assert len(said) == warns
+    assert ranks.num_exchanges == 4 * LONG_STEPS // 10  # one per interval
+
+
+def test_a_rank_that_is_slow_now_and_then_is_no_warning():
+    said: list[str] = []
+    ranks = Ranks(1.0, 1.5)
+    watched = Stragglers(ranks, (), said.append)
+    for step in range(1, 300):
+        ranks.others = (1.0, 1.5) if step % 40 else (1.0, 1.0)
+        watched.add(step, 1.5, waits(1.0))
+    assert said == []
+
+
+def test_the_spread_of_a_run_is_read_from_its_lines():
+    def line(rank: int, seconds: float, cause: str) -> dict:
+        known = {"rank": rank, "node": "", "cause": cause}
+        return {"slowest": known | {"seconds": seconds, "median": 1.0, "fastest": 0.5}}
+
+    assert spread([{}, {"slowest": None}]) is None
+    found = spread([line(3, 1.5, "data"), {}, line(3, 1.1, "data"), line(0, 1.0, "compute")])
+    assert found["intervals"] == 3 and found["slowest"] == pytest.approx(1.2) and found["fastest"] == 0.5
+    assert [(each["rank"], each["intervals"], each["over"]) for each in found["ranks"]] == [
+        (3, 2, pytest.approx(0.3)),
+        (0, 1, 0.0),
+    ]
+    shown = "\n".join(table._spread(found))
+    assert "0.5000 s fastest, 1.0000 s median, 1.2000 s slowest (mean of 3 intervals" in shown
+    assert "rank 3                slowest in 2 of 3, 30% over the median, most of it in data" in shown
+    assert list(table._spread(None)) == []

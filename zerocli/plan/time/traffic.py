@@ -1,0 +1,52 @@
+"""What the collectives of a step move, in the bytes that a run's metrics count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.placement import HBM
+from zerocli.plan.rows import Plan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of full buffers in the collectives of a step, per rank; an all-reduce counts twice."""
+
+    inside: float
+    """Among the ranks over which states are partitioned."""
+    across: float
+    """Among ranks that hold the same slices."""
+
+
+def traffic(plan: Plan) -> Traffic:
+    """Return what a step of this plan moves; padding is not counted, nor are the collectives of tensor parallelism."""
+    setup, trained = plan.setup, plan.num_trained / plan.setup.tp
+    inside = across = 0.0
+    if setup.shards > 1:
+        # Partitioned gradients are reduced in every pass; whole ones once, and stage 0 gathers them as well.
+        once = trained * setup.grad_width
+        reduced = trained * setup.sizing.wire_width(setup.width) * setup.accumulate if setup.zero.gradients else once
+        gathered = trained * setup.width if setup.zero.optimizer else once
+        inside = reduced + (2 * gathered_nbytes(plan) * setup.accumulate if setup.zero.parameters else gathered)
+    if setup.replicas > 1:
+        across = 2 * trained / setup.shards * setup.grad_width
+    return Traffic(inside, across)
+
+
+def gathered_nbytes(plan: Plan) -> float:
+    """Return the bytes that a gather of all parameters moves; encoded ones are decoded where they arrive."""
+    setup = plan.setup
+    if not setup.codec:
+        return plan.numel / setup.tp * setup.width
+    own = plan.of("parameters", HBM) + parameters_off_device(plan)
+    return own * (setup.shards if setup.zero.parameters else 1)
+
+
+def parameters_off_device(plan: Plan) -> float:
+    """Return the bytes of one rank's parameters on other tiers."""
+    return sum(plan.of("parameters", tier) for tier in off_device(plan)) / plan.setup.local_ranks
+
+
+def off_device(plan: Plan) -> list[str]:
+    """Return the tiers other than the device; for those of other packages only the PCIe time is known."""
+    return [tier for tier in plan.tiers if tier != HBM]

@@ -1,0 +1,392 @@
+"""The nodes of a run, compared at its start: what is wrong between them is one message on rank 0, with their names.
+
+[Note: what ranks exchange first] This runs when the ranks' store is reached, before torch opens a group: ranks with
+another version of zerocli or torch reach it too, so the keys and the form of what is exchanged must not change. Rank 0
+writes whose store it is (a rank of another job on the same port ends there, and has written nothing that the job
+reads). Every rank writes one card; rank 0 reads all of them at once, and writes one verdict for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import math
+import os
+import secrets
+import socket
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zerocli
+from zerocli import machine
+from zerocli.config import AUTO, Config, refuse_shard_ranks, to_dict
+from zerocli.config.options import RunOptions
+from zerocli.console import say
+from zerocli.errors import FAILURE, USAGE, Told, UserError
+from zerocli.layout.shards import nearest_divisor
+from zerocli.layout.sizes import count_of, format_bytes
+from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.worker import job_name
+
+PREFIX = "zerocli/nodes"
+CLOCK_SECONDS = 10.0
+"""Clocks further apart are reported: torchrun takes a node whose clock is 15 s behind for one that is gone."""
+SAME_MEMORY = 0.95
+"""Host memory of a node, as a share of the largest, from which on nodes count as equal."""
+MOST_NAMES = 3
+"""Nodes that a message names; further ones are counted."""
+FOLDER_SECONDS = 3.0
+"""How long a rank looks for rank 0's file: a shared file system may show a new file late."""
+READ_SECONDS = 30.0
+"""How long rank 0, which hosts the store, waits for the others to have read why the run ends."""
+OWN_TO_A_NODE = frozenset(
+    ("model.folder", "train.init_from", "offload.nvme_path", "lora.start")
+    + ("data.path", "data.mix", "data.validation", "data.tokenizer", "data.cache")
+)
+"""Keys that are paths, which may differ between nodes."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank says of itself and its node."""
+
+    host: str
+    local_rank: int
+    local_world: int
+    clock: float
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The values that must be equal on all ranks."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    gpu: str = ""
+    """Its GPU's name and memory; empty without one."""
+    memory: int = 0
+    """Of the host, in bytes."""
+    folder: str = ""
+    """Why it cannot see rank 0's file in the run folder; empty if it can."""
+    refused: Sequence[Any] = ()
+    """(message, hint, exit code) of the node's own comparison with the plan, if that refused the run."""
+
+    @classmethod
+    def read(cls, text: bytes) -> Card:
+        """Return the card of a rank whose version may have other fields."""
+        return cls(**{name: value for name, value in json.loads(text).items() if name in cls.__dataclass_fields__})
+
+
+@dataclass
+class Verdict:
+    """What rank 0 finds: problems as (fact, hint), of which any ends the run, and notes."""
+
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    code: int = USAGE
+
+    def error(self, kind: type[UserError]) -> UserError:
+        hints = dict.fromkeys(hint for _, hint in self.problems if hint)
+        return kind(*(fact for fact, _ in self.problems), hint="\n".join(hints), exit_code=self.code)
+
+
+class Nodes:
+    """The meeting of the ranks in their store: `greet` first, then `compare`."""
+
+    def __init__(self, store: dist.Store, config: Config, options: RunOptions, shared: bool) -> None:
+        """`shared` says whether all ranks read or write the run folder."""
+        self._store = dist.PrefixStore(PREFIX, store)
+        self._config, self._options, self._shared = config, options, shared
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._file, self._began = "", now()
+
+    def greet(self, seconds: float) -> None:
+        """Read whose store this is, and take this rank's place in it; raise UserError if either is another job's.
+
+        Wait at most `seconds` for rank 0.
+        """
+        mine = {"job": job_name() or os.environ.get("SLURM_JOB_ID", ""), "world": self.world}
+        if self.rank == 0:
+            self._file = self._leave_file()
+            about = {"file": self._file, "clock": self._began, "host": here(), "run": self._run_dir}
+            self._store.set("hello", json.dumps(mine | about))
+        hello = self._read_hello(seconds)
+        self._file, self._began = hello["file"], hello["clock"]
+        if {key: hello[key] for key in mine} != mine:
+            raise self._elsewhere(f"belongs to another job: {count_of(hello['world'], 'rank')}, run folder "
+                                  f"{hello['run']}, rank 0 on node {hello['host']}")  # fmt: skip
+        if self._store.add(f"taken/{self.rank}", 1) > 1:
+            raise self._elsewhere(f"has a rank {self.rank} already, of another job or of this one")
+
+    def _read_hello(self, seconds: float) -> dict[str, Any]:
+        try:
+            self._store.wait(["hello"], datetime.timedelta(seconds=seconds))
+        except dist.DistStoreError as error:
+            raise UserError(
+                f"rank 0 did not arrive within {seconds:.0f} s", hint="the log of rank 0", exit_code=FAILURE
+            ) from error
+        found: dict[str, Any] = json.loads(self._store.get("hello"))
+        return found
+
+    def _elsewhere(self, fact: str) -> UserError:
+        where = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+        return UserError(
+            f"rank {self.rank} on node {here()}: the store at {where} {fact}",
+            hint="another MASTER_PORT for one of the two; under torchrun another --rdzv-endpoint or --master-port",
+            exit_code=FAILURE,
+        )
+
+    def compare(self, refused: UserError | None = None) -> tuple[str, ...]:
+        """Compare all ranks and their nodes; return each rank's host on rank 0. Raise UserError there if the run cannot
+        work, and `Told` on the others. `refused` is what this node's own comparison with the plan found. Collective.
+        """
+        with STARTUP.waiting("comparing the nodes"):
+            self._store.set(f"card/{self.rank}", json.dumps(asdict(self._card(refused))))
+            if self.rank:
+                verdict = Verdict(**json.loads(self._store.get("verdict")))
+                if verdict.problems:
+                    self._store.set(f"read/{self.rank}", "")
+                    raise verdict.error(Told)
+                return ()
+            with contextlib.ExitStack() as stack:
+                if self._file:
+                    stack.callback(Path(self._file).unlink, missing_ok=True)
+                cards = [Card.read(each) for each in self._of_all("card")]
+            verdict = judge(cards, self._config, self._options, (self._began, now()))
+            self._store.set("verdict", json.dumps(asdict(verdict)))
+        if verdict.problems:
+            with contextlib.suppress(dist.DistStoreError):
+                everyone = [f"read/{rank}" for rank in range(1, self.world)]
+                self._store.wait(everyone, datetime.timedelta(seconds=READ_SECONDS))
+            raise verdict.error(UserError)
+        for note in verdict.notes:
+            say(f"note: {note}")
+        return tuple(card.host for card in cards)
+
+    def _of_all(self, key: str) -> list[bytes]:
+        found: list[bytes] = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world)])
+        return found
+
+    @property
+    def _run_dir(self) -> str:
+        return os.path.abspath(self._options.run_dir)
+
+    def _card(self, refused: UserError | None) -> Card:
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        return Card(
+            here(),
+            int(os.environ.get("LOCAL_RANK", self.rank)),
+            int(os.environ.get("LOCAL_WORLD_SIZE", self.world)),
+            now(),
+            compared(self._config, self._options),
+            versions() if first else {},
+            own_gpu(),
+            host_memory(),
+            look_for(self._file) if first else "",
+            () if refused is None else (str(refused), refused.hint, refused.exit_code),
+        )
+
+    def _leave_file(self) -> str:
+        """Make a file in the run folder for the others to look for, if they are to share it; return its path."""
+        if not self._shared:
+            return ""
+        path = Path(self._run_dir, f".nodes-{secrets.token_hex(8)}")
+        try:
+            path.touch(exist_ok=False)
+        except OSError:  # the run says it in its own words
+            return ""
+        return str(path)
+
+
+def here() -> str:
+    """Return this node's name."""
+    return socket.gethostname()
+
+
+def now() -> float:
+    return time.time()
+
+
+def host_memory() -> int:
+    """Return the bytes of host memory that processes of this node may take."""
+    there = machine.memory()
+    return min(there.total, there.limit or there.total)
+
+
+def own_gpu() -> str:
+    """Return the name and the memory of this rank's GPU; an empty text without one."""
+    if not torch.cuda.is_available():
+        return ""
+    about = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return f"{about.name} ({format_bytes(about.total_memory)})"
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions that must be equal on all nodes; zerocli's with a checksum of its source."""
+    number = 0
+    for path in sorted(Path(zerocli.__file__).parent.rglob("*.py")):
+        number = zlib.crc32(path.read_bytes(), number)
+    return {"zerocli": f"{machine.version('zerocli')} (source {number:08x})", "torch": torch.__version__}
+
+
+def compared(config: Config, options: RunOptions) -> dict[str, Any]:
+    """Return the values that must be equal on all ranks, by key; paths are left out."""
+    values = {
+        f"{section}.{key}": value
+        for section, keys in to_dict(config).items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+    }
+    flags = {"--run-dir": options.run_dir, "--resume": options.resume, "--check": options.check}
+    return {key: value for key, value in values.items() if key not in OWN_TO_A_NODE} | flags
+
+
+def look_for(path: str) -> str:
+    """Return why a file cannot be seen here; an empty text if it can, or none is to be looked for."""
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while path:
+        try:
+            os.stat(path)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                return error.strerror or "it cannot be read"
+            time.sleep(FOLDER_SECONDS / 30)
+    return ""
+
+
+# -- what rank 0 finds ------------------------------------------------------------------------------------------------
+
+
+def judge(cards: Sequence[Card], config: Config, options: RunOptions, read: tuple[float, float]) -> Verdict:
+    """Return what is wrong between the ranks' nodes; rank 0 began and ended to read their cards at the times `read`."""
+    chosen = bool(options.auto) or config.activations.policy == AUTO
+    groups = (*_groups(cards, config), *(_sizes(cards) if chosen else ()))
+    found = Verdict([*_places(cards), *_alike(cards), *_folders(cards, os.path.abspath(options.run_dir)), *groups])
+    if refused := [card for card in cards if card.refused]:
+        found.code = USAGE if found.problems else refused[0].refused[2]
+        found.problems += [(f"{_nodes([card.host])}: {card.refused[0]}", card.refused[1]) for card in refused]
+    found.notes += [*_unequal(cards), *_clocks(cards, *read)]
+    return found
+
+
+Problem = tuple[str, str]
+
+
+def _places(cards: Sequence[Card]) -> Iterator[Problem]:
+    """Yield nodes that have fewer ranks than their launcher says."""
+    hosts = [card.host for card in cards]
+    for host in dict.fromkeys(hosts):
+        said = max(card.local_world for card in cards if card.host == host)
+        if said > (there := hosts.count(host)):
+            yield (
+                f"node {host} has {count_of(there, 'rank')} and LOCAL_WORLD_SIZE={said} there",
+                "torchrun, which sets LOCAL_RANK and LOCAL_WORLD_SIZE; or set both on every rank",
+            )
+            return  # all nodes have the same launcher
+
+
+def _alike(cards: Sequence[Card]) -> Iterator[Problem]:
+    """Yield what must be equal and is not: versions, or else the config, of which versions have other keys."""
+    alike = True
+    for name in cards[0].versions:
+        if words := differing((card.host, card.versions.get(name)) for card in cards if card.versions):
+            alike = False
+            yield f"nodes have different versions of {name}: {words}", "one environment for all nodes"
+    keys = dict.fromkeys(key for card in cards for key in card.config)
+    for key in keys if alike else ():
+        if words := differing((card.host, json.dumps(card.config.get(key))) for card in cards):
+            yield f"{key} differs between ranks: {words}", "the same command and config on all nodes"
+
+
+def _folders(cards: Sequence[Card], run_dir: str) -> Iterator[Problem]:
+    if apart := [card for card in cards if card.folder]:
+        yield (
+            f"the run folder {run_dir} is not shared: {_nodes(card.host for card in apart)} cannot see the file that "
+            f"rank 0 wrote there on {_nodes([cards[0].host])} ({apart[0].folder})",
+            "--run-dir with a folder that all nodes share; or --save-every never, which writes on rank 0 alone",
+        )
+
+
+def _groups(cards: Sequence[Card], config: Config) -> Iterator[Problem]:
+    """Yield groups of neighbouring ranks that do not fit into nodes."""
+    parallel, wrong = config.parallel, False
+    hosts = {card.local_world: card.host for card in reversed(cards)}
+    for local, host in hosts.items():
+        try:
+            refuse_shard_ranks(parallel, len(cards), local)
+        except UserError as error:
+            wrong = True
+            yield f"{_nodes([host])}: {error}", error.hint
+    each, size = math.gcd(*hosts), parallel.shard_ranks * parallel.tp
+    if across := _crossing(cards, parallel.tp):
+        yield f"--tp {parallel.tp} would split layers between {across}", f"--tp {nearest_divisor(parallel.tp, each)}"
+    elif not wrong and 0 < size <= each and (across := _crossing(cards, size)):
+        yield (
+            f"--shard-ranks {parallel.shard_ranks} would partition between {across}",
+            "ranks of a node as neighbours: srun --distribution=block",
+        )
+
+
+def _sizes(cards: Sequence[Card]) -> Iterator[Problem]:
+    """Yield nodes with different numbers of ranks, for which nothing can be chosen: a plan is of equal nodes."""
+    if words := differing((card.host, str(card.local_world)) for card in cards):
+        yield (
+            f"nodes have different numbers of ranks ({words}), and what is chosen automatically is for equal ones",
+            "--stage, --offload and --set activations.policy=recompute instead of --auto",
+        )
+
+
+def _crossing(cards: Sequence[Card], size: int) -> str:
+    """Return the first group of `size` neighbouring ranks that is not on one node, in words."""
+    for start in range(0, len(cards), size):
+        hosts = [card.host for card in cards[start : start + size]]
+        if len(set(hosts)) > 1:
+            return f"{_nodes(hosts)} (ranks {start} to {start + size - 1})"
+    return ""
+
+
+def _unequal(cards: Sequence[Card]) -> Iterator[str]:
+    """Yield what nodes differ in, of which the least decides."""
+    if words := differing((card.host, card.gpu or "no GPU") for card in cards):
+        yield f"GPUs differ: {words}; plans are for the least, and every step takes as long as on the slowest"
+    if words := differing((card.host, str(card.local_world)) for card in cards):
+        yield f"nodes have different numbers of ranks: {words}"
+    most = max(card.memory for card in cards)
+    if min(card.memory for card in cards) < SAME_MEMORY * most:
+        words = differing((card.host, format_bytes(card.memory)) for card in cards)
+        yield f"host memory differs: {words}; plans are for the least"
+
+
+def _clocks(cards: Sequence[Card], began: float, ended: float) -> Iterator[str]:
+    """Yield clocks that differ from rank 0's: every card was written after `began` and before `ended`."""
+    apart = {card.host: max(card.clock - ended, 0.0) or min(card.clock - began, 0.0) for card in cards}
+    if wrong := {host: seconds for host, seconds in apart.items() if abs(seconds) > CLOCK_SECONDS}:
+        most = max(wrong.values(), key=abs)
+        way = "ahead of" if most > 0 else "behind"
+        yield (
+            f"the clock of {_nodes(wrong)} is at least {abs(most):.0f} s {way} that of {_nodes([cards[0].host])}: "
+            "times in logs do not agree, and torchrun's rendezvous may take a node for lost (try: chronyc tracking)"
+        )
+
+
+def differing(values: Iterable[tuple[str, str | None]]) -> str:
+    """Return which hosts have which value, in words; an empty text if all have the same."""
+    by_value: dict[str | None, list[str]] = {}
+    for host, value in values:
+        by_value.setdefault(value, []).append(host)
+    return "; ".join(f"{value} on {_nodes(hosts)}" for value, hosts in by_value.items()) if len(by_value) > 1 else ""
+
+
+def _nodes(hosts: Iterable[str]) -> str:
+    """Return nodes in words: the first few of many."""
+    names = list(dict.fromkeys(hosts))
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    *most, last = [*names[:MOST_NAMES], *more]
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return f"node{'s' if len(names) > 1 else ''} {listed}"
