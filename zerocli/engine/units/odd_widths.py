@@ -52,9 +52,11 @@ def row_parts(grad: Tensor, total: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def linear_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return a forward of a Linear with an odd width that is fast on a GPU; None for all other modules."""
-    if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
+    # A scripted module's class raises when it is asked for its forward.
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return None
-    assert isinstance(module, nn.Linear)
+    if "forward" in module.__dict__:
+        return None
     if module.out_features < MIN_WIDTH or module.out_features % MULTIPLE == 0:
         return None
 
