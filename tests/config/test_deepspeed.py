@@ -83,6 +83,8 @@ def test_defaults_are_those_of_deepspeed_and_auto_is_ours(tmp_path):
         },
     )
     assert auto.sets == {"optimizer.schedule": "constant", "optimizer.warmup_shape": "log"}
+    spread = translated(tmp_path, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}).sets
+    assert (spread["parallel.shard_ranks"], spread["parallel.shard_states"]) == ("8", "all")
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_every_key_that_engine_and_plan_read_arrives_there(monkeypatch):
                 read_ahead=9,
                 verify=True,
             ),
-            parallel=dataclasses.replace(Config.parallel, tp=2, shard_ranks=4),
+            parallel=dataclasses.replace(Config.parallel, tp=2, shard_ranks=4, shard_states="all"),
             lora=dataclasses.replace(Config.lora, base="nf4"),
         )
     )

@@ -72,6 +72,7 @@ CASES = [
     pytest.param(2, {"stage": 0, "recompute": True}, marks=pytest.mark.long),
     pytest.param(3, {"stage": 3, "defer_update": True}, marks=pytest.mark.long),
     pytest.param(4, {"stage": 3, "shard_ranks": 2}, marks=pytest.mark.long),
+    pytest.param(4, {"stage": 3, "shard_ranks": 2, "shard_states": "all"}, marks=pytest.mark.long),
 ]
 
 

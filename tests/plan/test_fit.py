@@ -55,9 +55,13 @@ def test_groups_divide_states_by_their_ranks_and_count_traffic_inside_and_across
     assert [rows[each] for each in ("parameters", "gradients", "optimizer_states")] == [psi / 4, psi / 4, 12 * psi / 8]
     assert candidate["comm"] == {"inside": 3 * 2 * psi, "across": 2 * 2 * psi / 8}
     # Every size that tiles 64 ranks: one group of all sends nothing across, and with each rank alone all is across.
-    groups = {each["shard_ranks"]: each["comm"] for each in found["groups"]}
+    groups = {each["shard_ranks"]: each["comm"] for each in found["groups"] if each["shard_states"] == "group"}
     assert list(groups) == [1, 2, 4, 8, 16, 32, 64]
     assert groups[64] == {"inside": 3 * 2 * psi, "across": 0} and groups[1] == {"inside": 0, "across": 2 * 2 * psi}
+    spread = {each["shard_ranks"]: each for each in found["groups"] if each["shard_states"] == "all"}
+    rows = {row["category"]: row["bytes"] for row in spread[8]["rows"] if row["tier"] == "hbm"}
+    assert list(spread) == [1, 2, 4, 8, 16, 32] and spread[8]["comm"] == groups[8]
+    assert rows["gathered"] == 2 * psi / 8 and rows["optimizer_states"] == 12 * psi / 64
     assert cli.run(["fit", "7.5B", "--ranks", "64", "--shard-ranks", "6"]) == 2
     said = "error: shard_ranks 6 does not divide the 64 data-parallel ranks: 1, 2, 4, 8, 16, 32 or 64 does\n"
     assert said + "try: --shard-ranks 4" in capsys.readouterr().err

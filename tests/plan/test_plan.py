@@ -143,6 +143,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"vocab": 3000, "layers": 1}, {"stage": 1, "accumulate": 2}),
     ({"layers": 6}, {"stage": 2, "accumulate": 2, "offload": "grads=cpu", "bucket_nbytes": 8192}),
     ({}, {"stage": 3, "shard_ranks": 1}),
+    ({}, {"stage": 3, "shard_ranks": 1, "shard_states": "all"}),
 ]
 PARTIAL: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"layers": 6}, {"stage": 0, "recompute": 1}),

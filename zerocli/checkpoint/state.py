@@ -372,6 +372,7 @@ def spread(engine: Engine) -> None:
             _spread_parameters(flat)
         if flat.resident is not None and flat.shard is not None:
             engine.shards.all_gather(flat.resident, flat.shard).wait()
+    engine.hooks.parameters_changed(engine.flats())
     engine.forget_traffic()
 
 

@@ -186,6 +186,9 @@ def _zero(reader: _Reader) -> None:
         reader.set("offload.nvme_path", ",".join(dict.fromkeys(paths)))
     if (shard_ranks := reader.number(f"{section}.mics_shard_size", -1)) > 0:
         reader.set("parallel.shard_ranks", shard_ranks)
+    if (shard_ranks := reader.number(f"{section}.zero_hpz_partition_size", 1)) > 1:
+        reader.set("parallel.shard_ranks", shard_ranks)
+        reader.set("parallel.shard_states", "all")
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if reader.take(f"{section}.{key}", False):
             reader.refuse(f"{section}.{key}", "collectives of quantized values change the numbers")

@@ -22,6 +22,7 @@ def setting(default: Any, **law: Any) -> Any:
     return dataclasses.field(default=default, metadata=law)
 
 
+SHARD_STATES = ("group", "all")
 MASTERS = ("split", "fp32")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -323,6 +324,8 @@ class ParallelConfig:
     """Ranks that split each layer between them (tensor parallel); they divide `ranks`."""
     shard_ranks: int = setting(0, least=0)
     """Neighbouring data-parallel ranks over which states are partitioned; other groups hold copies. 0 = all ranks."""
+    shard_states: str = setting("group", choices=SHARD_STATES)
+    """all = with shard_ranks, states are partitioned over all ranks, and only parameters are copied to each group."""
 
 
 PRESETS: dict[str, dict[str, object]] = {

@@ -17,6 +17,7 @@ from offload.placement import ACTIVATIONS, Placement
 from zerocli.config.placement import read_placement
 from zerocli.config.schema import (
     MASTERS,
+    SHARD_STATES,
     ActivationsConfig,
     Config,
     LoraConfig,
@@ -87,10 +88,15 @@ class Sharding:
     shard_ranks: int = ParallelConfig.shard_ranks
     """Number of neighbouring data-parallel ranks over which states are partitioned; other groups of as many hold
     copies. 0: all of them."""
+    shard_states: str = ParallelConfig.shard_states
+    """With `shard_ranks`: `group`, or `all`: gradients and optimizer states are partitioned over all ranks, and each
+    group keeps a copy of the parameters, from which its ranks gather."""
 
     def __post_init__(self) -> None:
         if self.base not in BASES:
             raise ValueError(f"base {self.base!r} is not one of {', '.join(filter(None, BASES))}")
+        if self.shard_states not in SHARD_STATES:
+            raise ValueError(f"shard_states {self.shard_states!r} is not one of {', '.join(SHARD_STATES)}")
         object.__setattr__(self, "offload", read_placement(self.offload))
         object.__setattr__(self, "recompute", read_recompute(self.recompute))
         folders: Any = self.nvme_path
@@ -111,6 +117,11 @@ class Sharding:
     def codec(self) -> str:
         """The codec of frozen matrices; empty if they are stored as they compute."""
         return self.base if self.base in CODECS else ""
+
+    def num_copies(self, ranks: int) -> int:
+        """Return the number of groups of these data-parallel ranks that each keep a copy of the parameters."""
+        spread = self.shard_states == "all" and self.stage > 0 and 0 < self.shard_ranks < ranks
+        return ranks // self.shard_ranks if spread else 1
 
     def sizing_at(
         self, world: int, num_states: int, device: str, precision: str, fused_update: bool, update_on_cpu: bool = False
@@ -135,6 +146,7 @@ class Sharding:
             split_master=self.master == "split" and precision == "bf16",
             fused_update=fused_update,
             keep_gradients=device == "cpu",
+            copies=self.num_copies(world),
         )
 
     def shared(self) -> dict[str, Any]:
@@ -166,6 +178,7 @@ def sharding_of(config: Config) -> Sharding:
         verify=config.offload.verify,
         tp=config.parallel.tp,
         shard_ranks=config.parallel.shard_ranks,
+        shard_states=config.parallel.shard_states,
     )
 
 

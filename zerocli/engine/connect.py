@@ -54,11 +54,10 @@ def open_channel(
     return channel
 
 
-def open_shards(collectives: Collectives, shard_ranks: int, events: Events) -> tuple[Collectives, Collectives]:
-    """Return the ranks over which states are partitioned, and those that hold the same slices as this rank.
+def open_groups(collectives: Collectives, shard_ranks: int, events: Events) -> tuple[Collectives, Collectives]:
+    """Return the ranks inside this rank's group, and those across groups that have its position.
 
-    The first are this rank's group of `shard_ranks` neighbours, the others the ranks of its position in every group. 0
-    stands for one group of all ranks, which is not made again. Collective.
+    A group is `shard_ranks` neighbours. 0 stands for one group of all ranks, which is not made again. Collective.
     """
     ranks, device = collectives.world, collectives.device
     check_shard_ranks(shard_ranks, ranks)
@@ -142,6 +141,7 @@ def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], 
     names = (
         "stage",
         "shard_ranks",
+        "shard_states",
         "offload",
         "precision",
         "accumulate",

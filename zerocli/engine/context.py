@@ -8,6 +8,7 @@ import torch
 
 from zerocli.engine.comm import Collectives
 from zerocli.engine.events import Events
+from zerocli.engine.grouped import Shards
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel
 from zerocli.layout.flats import Sizing
@@ -20,7 +21,7 @@ class Context:
     device: torch.device
     collectives: Collectives
     """Of the data-parallel ranks."""
-    shards: Collectives
+    shards: Shards
     """Of the ranks over which states are partitioned: these, or a group of neighbours."""
     replicas: Collectives
     """Of the ranks that hold the same slices as this one."""

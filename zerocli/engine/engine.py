@@ -28,10 +28,11 @@ from zerocli.console import say
 from zerocli.engine.agreement import Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.connect import connect, open_channel, open_shards, sharded_as
+from zerocli.engine.connect import connect, open_channel, open_groups, sharded_as
 from zerocli.engine.context import Context
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
+from zerocli.engine.grouped import Grouped, Shards
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
 from zerocli.engine.guards.aliases import ReleasedViews
 from zerocli.engine.guards.owners import Owners
@@ -86,7 +87,7 @@ class Engine:
         self.member = Member(type(self.model).__name__)
         self.member.passes = self.passes
         self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))
-        self._open_shards()
+        self._open_groups()
         self._closed = False
         self._held_whole = 0
         self._views = ReleasedViews(self.model)
@@ -121,19 +122,25 @@ class Engine:
         data_parallel, mesh = open_axes(self.settings.tp, self.settings.group, self.device)
         self.collectives = Collectives(data_parallel, self.device, self.events)
         self.tensor_parallel = TensorParallel(mesh, self.device, self.waits, self.events)
-        self.shards, self.replicas = self.collectives, Collectives.alone(self.device)
+        self.inside, self.across = self.collectives, Collectives.alone(self.device)
+        self.shards: Shards = self.inside
+        self.replicas = self.across
 
-    def _open_shards(self) -> None:
-        """Open the groups of ranks over which states are partitioned, once all ranks are known to ask for the same."""
-        self.shards, self.replicas = open_shards(self.collectives, self.settings.shard_ranks, self.events)
-        if self.shards is not self.collectives:
+    def _open_groups(self) -> None:
+        """Open groups of ranks, once all ranks are known to ask for the same."""
+        self.inside, self.across = open_groups(self.collectives, self.settings.shard_ranks, self.events)
+        if self.settings.num_copies(self.collectives.world) > 1:
+            self.shards = Grouped(self.inside, self.across)
+        else:
+            self.shards, self.replicas = self.inside, self.across
+        if self.inside is not self.collectives:
             self.settings.watch(self)
 
     @property
     def axes(self) -> dict[str, Collectives]:
-        """The axes of ranks, by name; the data-parallel ones may be divided into shards and replicas."""
+        """The axes of ranks, by name; the data-parallel ones may be divided into groups."""
         axes = {"data": self.collectives, "tensor": self.tensor_parallel}
-        return axes if self.shards is self.collectives else axes | {"shards": self.shards, "replicas": self.replicas}
+        return axes if self.inside is self.collectives else axes | {"inside": self.inside, "across": self.across}
 
     def forget_traffic(self) -> None:
         """Exclude the bytes moved so far from the training traffic counts."""

@@ -142,6 +142,7 @@ class Keywords(TypedDict, total=False):
     group: dist.ProcessGroup | None
     tp: int | DeviceMesh
     shard_ranks: int
+    shard_states: str
     uneven: bool | None
     watch: Callable[[Any], None]
     events: Events | Sequence[Events]

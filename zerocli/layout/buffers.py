@@ -18,6 +18,8 @@ from zerocli.layout.shards import SHARD_ALIGN, Entry
 
 BUCKETS, BUCKET_SUMS = "reduction buckets", "sums of buckets"
 """Names of the buckets, and of the buffers in which offloaded gradients are added up."""
+COPIES = "copies in groups"
+"""Name of this rank's parts of the copies of parameters that its group gathers from."""
 DECODING = "scratch of decoding"
 """Name of the memory in which encoded parameters are decoded, a part at a time."""
 WRITTEN_SLOTS = "update slots of parameters"
@@ -67,6 +69,8 @@ def persistent(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> list[Spec
 def states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:
     """Yield a flat's model states, except gradients that share an arena with other flats."""
     yield parameters(flat, sizing)
+    if has_copy(flat, sizing):
+        yield Spec("gathered", COPIES, flat.own_nbytes * sizing.copies, 1)
     if flat.trainable:
         yield from optimizer_states(flat, sizing)
         if sizing.stage.gradients and (sizing.keep_gradients or flat.tiers["gradients"] != HBM):
@@ -79,6 +83,11 @@ def parameters(flat: FlatSpec, sizing: Sizing) -> Spec:
         return Spec("parameters", f"{flat.unit} parameters", flat.own_nbytes, 1, flat.tiers["parameters"])
     numel = flat.total if flat.resident(sizing) else flat.own.numel
     return Spec("parameters", f"{flat.unit} parameters", numel, flat.width, flat.tiers["parameters"])
+
+
+def has_copy(flat: FlatSpec, sizing: Sizing) -> bool:
+    """Whether each group of ranks keeps a copy of the flat: of parameters that are partitioned and on the device."""
+    return sizing.copies > 1 and sizing.stage.parameters and flat.tiers["parameters"] == HBM
 
 
 def optimizer_states(flat: FlatSpec, sizing: Sizing) -> Iterator[Spec]:

@@ -53,6 +53,8 @@ class Sizing:
     """Whether gradients on the device stay allocated between steps; else they exist from backward to the update."""
     fused_update: bool = False
     """Whether one kernel updates narrower parameters on a GPU, without scratch memory."""
+    copies: int = 1
+    """Groups of ranks that each keep a copy of partitioned parameters; 1: none does, beside the slices."""
     threads: int = 1
     """Threads that update on the CPU; a plan, which may be of another machine, counts the scratch memory of one."""
 

@@ -73,9 +73,19 @@ class Setup(Sharding):
         return self.ranks // self.tp
 
     @property
+    def group(self) -> int:
+        """Number of ranks among which gathers and sums begin: all, or a group of neighbours."""
+        return self.shard_ranks or self.dp
+
+    @property
+    def copies(self) -> int:
+        """Number of groups that keep a copy of the parameters, while states are partitioned over all ranks."""
+        return self.num_copies(self.dp)
+
+    @property
     def shards(self) -> int:
         """Number of ranks over which states are partitioned."""
-        return self.shard_ranks or self.dp
+        return self.group * self.copies
 
     @property
     def replicas(self) -> int:

@@ -15,8 +15,8 @@ import torch
 
 from offload.record import UNIT
 from tiers.transfer import Transfer
-from zerocli.engine.comm import Collectives
 from zerocli.engine.events import SILENT, Events
+from zerocli.engine.grouped import Shards
 from zerocli.engine.optimizer.counts import Counts, within
 from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group, StepValues, WholeRule
@@ -83,7 +83,7 @@ class Updater:
         self,
         rule: FlatOptimizer,
         counts: Counts,
-        collectives: Collectives,
+        collectives: Shards,
         device: torch.device,
         sizing: Sizing,
         events: Events = SILENT,

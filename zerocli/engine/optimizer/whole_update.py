@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerocli.engine.comm import Collectives
+from zerocli.engine.grouped import Shards
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.optim import Row, StepValues, WholeRule
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
@@ -21,7 +21,7 @@ def update_whole(
     values: StepValues,
     counts: Counts,
     inactive: frozenset[str],
-    collectives: Collectives,
+    collectives: Shards,
 ) -> None:
     """Update a flat's parameters one by one in their own shapes, identically on every rank. Collective.
 
@@ -44,7 +44,7 @@ def update_together(
     rule: PersistentOptimizer,
     values: StepValues,
     inactive: frozenset[str],
-    collectives: Collectives,
+    collectives: Shards,
 ) -> None:
     """Update the parameters of all flats in one step of the user's optimizer, identically on every rank. Collective.
 
@@ -79,7 +79,7 @@ def _gather(
     state_names: Sequence[str],
     values: StepValues,
     inactive: frozenset[str],
-    collectives: Collectives,
+    collectives: Shards,
 ) -> _Whole:
     """Return a flat's whole values; a parameter in `inactive` has no gradient. Collective."""
     device = collectives.device

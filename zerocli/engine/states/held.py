@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zerocli.engine.comm import Collectives
+from zerocli.engine.grouped import Shards
 from zerocli.engine.units.master import REMAINDER, join, narrow, split
 from zerocli.engine.units.unit import MASTER, Flat
 
@@ -56,7 +56,7 @@ def write_held(flat: Flat, name: str, values: torch.Tensor) -> None:
         flat.master.copy_(values)
 
 
-def whole_of(collectives: Collectives, total: int, held: torch.Tensor) -> torch.Tensor:
+def whole_of(collectives: Shards, total: int, held: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor of `total` elements, on the CPU, from every rank's held part. Collective."""
     if held.numel() == total:
         return held.detach().to("cpu", copy=True)
@@ -65,12 +65,12 @@ def whole_of(collectives: Collectives, total: int, held: torch.Tensor) -> torch.
     return whole.cpu()
 
 
-def join_parts(collectives: Collectives, flat: Flat, held: torch.Tensor) -> torch.Tensor:
+def join_parts(collectives: Shards, flat: Flat, held: torch.Tensor) -> torch.Tensor:
     """Return the whole flat, on the CPU, from every rank's held part. Collective."""
     return whole_of(collectives, flat.layout.total, held)
 
 
-def whole_parameters(collectives: Collectives, flat: Flat) -> torch.Tensor:
+def whole_parameters(collectives: Shards, flat: Flat) -> torch.Tensor:
     """Return a flat's whole parameters, from the fp32 master if there is one. Collective."""
     if flat.trainable:
         return join_parts(collectives, flat, read_held(flat, MASTER, collectives.device))

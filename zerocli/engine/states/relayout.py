@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload import Store
-from zerocli.engine.comm import Collectives
+from zerocli.engine.grouped import Shards
 from zerocli.engine.guards.aliases import Aliases
 from zerocli.engine.states.held import join_parts, read_held, whole_parameters, write_held
 from zerocli.engine.units.unit import Flat, Unit
@@ -90,7 +90,7 @@ def _lay_out_again(engine: Engine, changed: list[Unit]) -> None:
 _Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-def _whole_values(flat: Flat, state_names: Sequence[str], shards: Collectives) -> _Saved:
+def _whole_values(flat: Flat, state_names: Sequence[str], shards: Shards) -> _Saved:
     """Return each parameter's whole value and optimizer states, on the CPU, by the parameter's id. Collective."""
     values = flat.views(whole_parameters(shards, flat))
     arrays: dict[str, list[torch.Tensor]] = {}

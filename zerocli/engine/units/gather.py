@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,14 +15,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tiers.events import NOTHING
 from zerocli.engine.comm import Pending
 from zerocli.engine.context import Context
+from zerocli.engine.grouped import Grouped
 from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.engine.units.codecs import decode
 from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
 from zerocli.engine.units.saved_views import SavedViews
 from zerocli.engine.units.unit import Flat, State, Unit
 from zerocli.errors import Refused
-from zerocli.layout.buffers import DECODING, gather_limits, gather_name, staged_name
+from zerocli.layout.buffers import COPIES, DECODING, gather_limits, gather_name, has_copy, staged_name
 from zerocli.layout.codecs import scratch_nbytes
+
+
+@dataclass(eq=False)
+class GroupCopy:
+    """This rank's part of the copy of a flat that its group gathers from."""
+
+    memory: torch.Tensor
+    num_changes: int = -1
+    """The flat's `num_changes` when it was filled, which is the same on all ranks."""
 
 
 class BeforeGather(Protocol):
@@ -85,6 +96,9 @@ class Gatherer:
         self._before_gather, self._look_ahead, self._agree = before_gather, look_ahead, agree
         self._side = SideStream(context.device)
         self._pool: dict[tuple[tuple[int, int, int], torch.dtype], list[Buffer]] = {}
+        self._copied = {id(flat) for unit in units for flat in unit.flats if has_copy(flat.spec, context.sizing)}
+        self._copies: dict[int, GroupCopy] = {}
+        """By flat id: made when it is gathered first."""
         self._scratch: torch.Tensor | None = None
         """Memory in which encoded parameters are decoded, one flat after another on the side stream."""
         encoded = [flat for unit in units for flat in unit.flats if flat.codec]
@@ -232,6 +246,11 @@ class Gatherer:
         # A pending update must be issued before the parameters are read; it may write them to their place at once.
         own = full[flat.own.start : flat.own.stop] if flat.param_store is not None and not flat.codec else None
         written = self._before_gather(flat, own, freed)
+        if id(flat) in self._copied and id(flat) not in self._copies:
+            assert isinstance(self._shards, Grouped) and flat.shard is not None
+            numel = flat.shard.numel() * self._shards.across.world
+            self._copies[id(flat)] = GroupCopy(flat.shard.new_empty(numel))
+            freed = None  # compute may still use the memory that the copy is made from
         # After the last compute that reads the buffer, not all that was issued: a prefetch overlaps with the unit that
         # runs now. A new buffer has no event and waits for all: compute may still use the memory it is made from.
         with self._side.run(after=freed):
@@ -243,14 +262,25 @@ class Gatherer:
                     return self._gather_encoded(flat, full, staged)
                 if flat.param_store is None:
                     assert flat.shard is not None
-                    return self._shards.all_gather(full, flat.shard, f"parameters of {flat.unit.title}")
+                    return self._all_gather(flat, full, flat.shard)
                 # Fetch this rank's slice, then all-gather. Only streams wait here; the host waits only for a slow disk.
                 # The all-gather is issued now, not when the slice arrives, so that all ranks keep one launch order.
                 assert own is not None
                 if not written:
                     with self._waits.waiting("transfers"):
                         flat.param_store.fetch(0, own).wait()
-                return self._shards.all_gather(full, own, f"parameters of {flat.unit.title}")
+                return self._all_gather(flat, full, own)
+
+    def _all_gather(self, flat: Flat, full: torch.Tensor, own: torch.Tensor) -> Pending:
+        """Start to gather `full`: from this rank's group if that has a copy, which is renewed after a change."""
+        what, copy = f"parameters of {flat.unit.title}", self._copies.get(id(flat))
+        if copy is None:
+            return self._shards.all_gather(full, own, what)
+        assert isinstance(self._shards, Grouped)
+        if copy.num_changes != flat.num_changes:
+            self._shards.across.all_gather(copy.memory, own, what).wait()
+            copy.num_changes = flat.num_changes
+        return self._shards.inside.all_gather(full, copy.memory, what)
 
     def _gather_encoded(self, flat: Flat, full: torch.Tensor, staged: torch.Tensor | None) -> Pending:
         """Start to fetch and gather an encoded flat, and to decode it into `full`."""
@@ -264,7 +294,7 @@ class Gatherer:
         assert encoded is not None
         if flat.own.numel < flat.layout.total:
             assert staged is not None
-            arrived, encoded = self._shards.all_gather(staged, encoded, what), staged
+            arrived, encoded = self._all_gather(flat, staged, encoded), staged
         pending = Decoding(arrived, functools.partial(self._decode, flat.codec, encoded, full), what)
         if self._device.type == "cuda":  # nothing waits: decoding is queued behind the gather on this side stream
             pending.wait()
@@ -410,6 +440,8 @@ class Gatherer:
         """Yield (category, name, tensor) of the gather buffers."""
         if self._scratch is not None:
             yield "buffers", DECODING, self._scratch
+        for copy in self._copies.values():
+            yield "gathered", COPIES, copy.memory
         for buffer in self._buffers():
             yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
             if buffer.staged is not None:

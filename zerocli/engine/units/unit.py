@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from offload import Record, Store
-from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.comm import Pending
+from zerocli.engine.grouped import Shards
 from zerocli.engine.guards.holders import is_own, live_tensors, on_storages, storage_of
 from zerocli.engine.guards.parameters import (
     attach,
@@ -452,7 +453,7 @@ def build_flats(
     dtype_of: Callable[[str, nn.Parameter], torch.dtype],
     trains: Callable[[nn.Parameter], bool],
     stage: Stage,
-    shards: Collectives,
+    shards: Shards,
     codec: str = "",
     encodes: Callable[[str], bool] = lambda name: True,
 ) -> None:

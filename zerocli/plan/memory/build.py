@@ -149,6 +149,10 @@ def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
                 hint="a tier without a budget at the end",
                 exit_code=DOES_NOT_FIT,
             )
+    if setup.copies > 1 and setup.zero.parameters:
+        here = sum(row.nbytes for row in rows if (row.category, row.tier) == ("parameters", HBM))
+        formula = f"{setup.width} B x {format_count(each)} parameters / {setup.group} ranks of a group"
+        rows.append(Row("gathered", HBM, here * setup.copies, formula))
     kept = saves.saved(numel, setup, Flats(), frozen)
     return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
 

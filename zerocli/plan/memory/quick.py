@@ -71,7 +71,7 @@ class QuickPlans:
     def _step(self, setup: Setup) -> StepPeak:
         checkpoints = setup.offload.shares.get(ACTIVATIONS, ())
         kinds = (setup.zero.optimizer, setup.zero.gradients)  # partitioned parameters change what is kept, not the step
-        sizes = (setup.ranks, setup.shards, setup.tp, setup.batch, setup.seq, setup.accumulate)
+        sizes = (setup.ranks, setup.group, setup.copies, setup.tp, setup.batch, setup.seq, setup.accumulate)
         key = (kinds, sizes, setup.recomputed, checkpoints)
         if key not in self._steps:
             here = Placement({ACTIVATIONS: checkpoints} if checkpoints else {})
@@ -83,7 +83,8 @@ class QuickPlans:
         """Return the peak of initialisation, for which what is on which tier counts and no activations do."""
         tiers = tuple((kind, tuple(share.tier for share in each)) for kind, each in setup.offload.shares.items())
         states = tuple(each for each in tiers if each[0] != ACTIVATIONS)
-        key = (setup.stage, setup.ranks, setup.shards, setup.tp, setup.seq, setup.offload.policy, states)
+        sizes = (setup.ranks, setup.group, setup.copies, setup.tp, setup.seq)
+        key = (setup.stage, sizes, setup.offload.policy, states)
         if key not in self._initial:
             self._initial[key] = Replay(self._model, setup, flats, arenas=False).initial_peak(), kept
         peak, then = self._initial[key]

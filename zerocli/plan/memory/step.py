@@ -132,6 +132,7 @@ class Replay(Initialisation):
         self.initialise()
         initialisation, built = ledger.peak, ledger.total
         ledger.begin("first step")
+        self._keep_bytes("gathered", *self._flats.pieces(self._sizing, HBM).get("gathered", ()))  # copies in groups
         for spec in (
             *buffers.gather_buffers(self._some, self._sizing),
             *buffers.buckets(self._trainable, self._sizing),

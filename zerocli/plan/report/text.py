@@ -193,7 +193,9 @@ def _terms(verdict: Verdict) -> str:
         f", batch {setup.batch} x seq {setup.seq}, {policy_of(verdict.candidates[0])}" if verdict.model.whole else ""
     )
     tp = f", tp {setup.tp}" if setup.tp > 1 else ""
-    tp += f", states within groups of {setup.shards}" if setup.replicas > 1 and not _several_groups(verdict) else ""
+    if setup.group < setup.dp and not _several_groups(verdict):
+        states = "states" if setup.copies == 1 else "states over all ranks, parameters"
+        tp += f", {states} within groups of {setup.group}"
     room = f"{format_bytes(hardware.gpu_memory)} per GPU"
     nvme = format_bytes(hardware.nvme_space) if hardware.nvme_space else "no"
     room += f", {format_bytes(hardware.host_memory)} and {nvme} nvme per node"
@@ -201,7 +203,12 @@ def _terms(verdict: Verdict) -> str:
 
 
 def _several_groups(verdict: Verdict) -> bool:
-    return len({each.setup.shards for each in verdict.candidates}) > 1
+    return len({_group(each) for each in verdict.candidates}) > 1
+
+
+def _group(candidate: Candidate) -> str:
+    """Return the size of groups, and that states are partitioned over all ranks if they are not within groups."""
+    return f"{candidate.setup.group}" + (", states all" if candidate.setup.copies > 1 else "")
 
 
 def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
@@ -212,7 +219,7 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
     head += ["days"] if budget else []
     rows, styles = [[*head, "verdict"]], [""]
     for each in verdict.candidates:
-        again = [str(each.setup.shards)] if grouped else []
+        again = [_group(each)] if grouped else []
         again += [_recomputed(each, verdict.model)] if chosen else []
         gpu, host, nvme = (_gib(each.plan.needed(tier)) for tier in TIERS)
         timed = each.estimate
@@ -234,11 +241,11 @@ def _groups(verdict: Verdict, paint: Paint) -> list[str]:
     rows, styles = [["groups of", "GPU GiB", "GB inside", "GB across", "step", "verdict"]], [""]
     for each in verdict.groups:
         moved, timed = traffic(each.plan), each.estimate
-        cells = [str(each.setup.shards), _gib(each.plan.needed("hbm"))]
+        cells = [_group(each), _gib(each.plan.needed("hbm"))]
         cells += [f"{nbytes / 1e9:.3g}" for nbytes in (moved.inside, moved.across)]
         cells.append("-" if timed is None else format_seconds(timed.seconds))
         rows.append([*cells, "fits" if each.fits else _over(each)])
-        styles.append(("green" if each.fits else "red") + " bold" * (each.setup.shards == verdict.nearest.setup.shards))
+        styles.append(("green" if each.fits else "red") + " bold" * (_group(each) == _group(verdict.nearest)))
     what = f"{_arguments(verdict.nearest)}, bytes of collectives per rank and step, inside a group and across groups:"
     return [*wrap(what), *table(rows, styles, paint, words=(5,))]
 

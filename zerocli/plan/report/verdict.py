@@ -148,15 +148,16 @@ def policy_of(candidate: Candidate) -> str:
 
 
 def _candidate(candidate: Candidate, model: Model, budget: Budget | None) -> dict[str, Any]:
-    plan, setup, timed = candidate.plan, candidate.setup, candidate.estimate
+    plan, setup, timed, moved = candidate.plan, candidate.setup, candidate.estimate, traffic(candidate.plan)
     blocks = model.recomputed(setup)
     return {
         "stage": setup.stage,
         "offload": str(setup.offload),
         "ranks": setup.ranks,
         "tp": setup.tp,
-        "shard_ranks": setup.shards,
-        "comm": dataclasses.asdict(traffic(plan)),
+        "shard_ranks": setup.group,
+        "shard_states": setup.shard_states,
+        "comm": {"inside": moved.inside, "across": moved.across},
         "ranks_per_node": setup.ranks_per_node,
         "batch": setup.batch,
         "seq": setup.seq,

@@ -88,20 +88,22 @@ def choose(
     batches: Sequence[int] = (),
     steps: int = 0,
     shown: int = 4,
-    groups: Sequence[int] = (),
+    groups: Sequence[tuple[int, str]] = (),
 ) -> Choice:
     """Return the choice for a model; `offload`, and a `setup.recompute` other than `auto`, are kept as they are.
 
     `batches` are micro-batches to choose from: with each, as many are accumulated as give the setup's step. `groups`
-    are sizes of groups of ranks (`shard_ranks`). `steps` is the length of a run whose blocks are compiled if that pays
-    for itself; 0: they are as the setup says. `shown` is the number of different choices that are wanted.
+    are groups of ranks to choose from (`shard_ranks`, `shard_states`). `steps` is the length of a run whose blocks are
+    compiled if that pays for itself; 0: they are as the setup says. `shown` is the number of different choices that are
+    wanted.
     """
 
     def searched(setup: Setup, steps: int) -> Choice:
         whole = setup.batch * setup.accumulate
         search = _Search(model, setup, hardware, offload is None, steps)
-        for group, size in itertools.product(groups or (setup.shard_ranks,), batches or (setup.batch,)):
-            tried = replace(setup, batch=size, accumulate=whole // size, shard_ranks=group)
+        asked = groups or [(setup.shard_ranks, setup.shard_states)]
+        for (group, states), size in itertools.product(asked, batches or (setup.batch,)):
+            tried = replace(setup, batch=size, accumulate=whole // size, shard_ranks=group, shard_states=states)
             for stage in sorted(stages, reverse=True):  # the last one is the likeliest to fit
                 search.stage(replace(tried, stage=stage), offload)
         return search.choice(shown)
@@ -337,7 +339,7 @@ class _Search:
         layers = self._model.blocks
         if not layers:
             return TREATED_ALIKE if self._model.whole else [NOTHING]
-        key = (setup.stage, setup.batch, setup.shard_ranks)
+        key = (setup.stage, setup.batch, setup.group, setup.copies)
         if key not in self._orders:
             self._orders[key] = self._order(setup, layers)
         return self._orders[key]
@@ -461,7 +463,7 @@ def kind_of(setup: Setup) -> Key:
     )
     recompute = setup.recomputed
     recomputes = bool(recompute.whole), bool(recompute.selective)
-    return setup.stage, setup.batch, setup.shard_ranks, setup.offload.policy, tiers, recomputes
+    return setup.stage, setup.batch, setup.group, setup.copies, setup.offload.policy, tiers, recomputes
 
 
 def _alike(setup: Setup) -> Key:
@@ -471,7 +473,7 @@ def _alike(setup: Setup) -> Key:
 
 def key_of(setup: Setup, placement: Placement) -> Key:
     """Return what two candidates of a search differ in."""
-    return setup.stage, setup.batch, setup.shard_ranks, str(placement), setup.recompute
+    return setup.stage, setup.batch, setup.group, setup.copies, str(placement), setup.recompute
 
 
 def rounded(nbytes: int) -> int:

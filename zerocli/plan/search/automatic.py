@@ -9,7 +9,7 @@ from typing import Any
 from offload.placement import Placement
 from zerocli import machine
 from zerocli.config import AUTO, Config
-from zerocli.config.schema import get
+from zerocli.config.schema import SHARD_STATES, get
 from zerocli.console import printable, quoted
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.sizes import format_bytes, format_seconds
@@ -89,10 +89,11 @@ def choose_setup(
         each = global_batch // setup.dp
         halves = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
         batches = sorted({1, *halves})
-    groups = [setup.shard_ranks]
+    groups = [(setup.shard_ranks, setup.shard_states)]
     node = setup.ranks_per_node // setup.tp
     if "parallel.shard_ranks" in free and setup.ranks > setup.ranks_per_node and node > 1 and setup.dp % node == 0:
-        groups = sorted({0, setup.shard_ranks, node})  # with groups of a node, gathers stay inside it
+        # With groups of a node, gathers stay inside it.
+        groups = sorted({(0, setup.shard_states), *groups, *((node, states) for states in SHARD_STATES)})
     offload = None if "offload.placement" in free else setup.offload
     if offload is None:
         setup = dataclasses.replace(setup, offload=Placement())  # the config's own must not decide what is tried
@@ -110,7 +111,7 @@ def with_choice(config: Config, chosen: Candidate, steps: int = 0) -> Config:
         config,
         model=dataclasses.replace(config.model, compile=setup.compiled) if steps else config.model,
         zero=dataclasses.replace(config.zero, stage=setup.stage),
-        parallel=dataclasses.replace(config.parallel, shard_ranks=setup.shard_ranks),
+        parallel=dataclasses.replace(config.parallel, shard_ranks=setup.shard_ranks, shard_states=setup.shard_states),
         offload=dataclasses.replace(config.offload, placement=setup.offload, update=setup.update),
         activations=dataclasses.replace(config.activations, policy=setup.recomputed.policy),
         train=dataclasses.replace(config.train, batch=setup.batch, accumulate=setup.accumulate),
@@ -134,6 +135,7 @@ def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:
         words.append(f"--offload {setup.offload}")
     if setup.shard_ranks and "parallel.shard_ranks" in free:
         words.append(f"--shard-ranks {setup.shard_ranks}")
+        words += [f"--set parallel.shard_states={setup.shard_states}"] if setup.copies > 1 else []
     if "train.batch" in free:
         words.append(f"--batch {setup.batch}")
     words += ["--set offload.update=cpu"] if setup.update == "cpu" else []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from offload.placement import ACTIVATIONS, HBM, Placement, Share
 from zerocli.config import AUTO, read_placement
+from zerocli.config.schema import SHARD_STATES
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.flats import FP32
 from zerocli.layout.shards import divisors
@@ -85,13 +86,14 @@ def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
 
 
 def weigh_groups(model: Model, setup: Setup, hardware: Hardware) -> list[Candidate]:
-    """Return the candidates of a setup with states partitioned within groups of every size that tiles the ranks.
+    """Return the candidates of a setup with groups of every size that tiles the ranks, and nodes or a node's ranks.
 
-    Groups tile a node, or nodes a group.
+    Of each size, with states within a group and over all ranks, where that differs.
     """
     node = max(1, setup.local_ranks // setup.tp)
     sizes = [each for each in divisors(setup.dp) if each % node == 0 or node % each == 0]
-    return [weigh(model, replace(setup, shard_ranks=each), hardware) for each in sizes]
+    tried = [replace(setup, shard_ranks=size, shard_states=states) for size in sizes for states in SHARD_STATES]
+    return [weigh(model, each, hardware) for each in tried if each.shard_states == SHARD_STATES[0] or each.copies > 1]
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of one unit in a phase: its compute, its gather, the sum of its gradients inside its group and across."""
+    """Seconds of one unit in a phase."""
 
     compute: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
+    """Of the sum of its gradients inside its group."""
     across: float = 0.0
+    """Of that across groups."""
+    renew: float = 0.0
+    """Of gathering its changed parameters across groups, before they are gathered inside."""
 
 
 def replay(units: Sequence[UnitTimes], buffers: int, ahead: float = 0.0, shared: bool = False) -> float:
@@ -33,8 +37,11 @@ def replay(units: Sequence[UnitTimes], buffers: int, ahead: float = 0.0, shared:
     for at, unit in enumerate(units):
         while issued < min(len(units), at + buffers):
             free = ends[issued - buffers + 1] if issued >= buffers else inside
-            inside = max(inside, free) + units[issued].gather
-            arrived[issued] = inside
+            begun = max(inside, free) + units[issued].renew * shared
+            if units[issued].renew and not shared:
+                across = max(across, free) + units[issued].renew
+                begun = max(begun, across)
+            inside = arrived[issued] = begun + units[issued].gather
             issued += 1
         ends[at + 1] = max(ends[at], arrived[at]) + unit.compute
         if unit.reduce or unit.across:

@@ -201,7 +201,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     head = sum(device_seconds(work.head, setup, hardware).values())
     wire = Wire(plan, of, hardware)
     every, last = float(setup.zero.parameters), _computing(backward, setup, hardware) / of.layers
-    first = wire.phase(forward, sums, head, every or float(setup.zero.optimizer), 0.0, ahead=0.0)
+    first = wire.phase(forward, sums, head, every or float(setup.zero.optimizer), 0.0, ahead=0.0, renews=1.0)
     later = wire.phase(forward, sums, head, every, 0.0, ahead=last)
     back = wire.phase(backward, sums * (1 + repeated), 0.0, every, 1.0, ahead=head)
     made = [
@@ -235,8 +235,8 @@ class Wire:
     def __init__(self, plan: Plan, of: Computed, hardware: Hardware) -> None:
         setup, near = plan.setup, max(1, plan.setup.ranks_per_node // plan.setup.tp)
         self._setup, self._hardware, self._layers = setup, hardware, max(1, of.layers)
-        shards, replicas = Group(setup.shards, near), Group(setup.replicas, max(1, near // setup.shards))
-        self._shared = shards.nodes > 1
+        inside, across = Group(setup.group, near), Group(setup.dp // setup.group, max(1, near // setup.group))
+        self._shared = inside.nodes > 1
         end = min(1.0, of.ends / plan.numel) / 2
         shares = (end, (1 - 2 * end) / self._layers)
         trained = plan.num_trained / setup.tp
@@ -244,38 +244,40 @@ class Wire:
         # Whole gradients are reduced in the last of a step's passes, and so are slices across groups: an equal share
         # of that is counted in each pass.
         once = 1.0 if setup.zero.gradients else 1 / setup.accumulate
-        reduce = shards.gather if setup.zero.optimizer else shards.all_reduce
-        gathered, across = gathered_nbytes(plan), traffic(plan).across / 2
+        reduce = inside.gather if setup.zero.optimizer else inside.all_reduce
+        add, ways = (across.gather, 1) if setup.copies > 1 else (across.all_reduce, 2)  # which counts bytes twice
+        gathered, moved = gathered_nbytes(plan), traffic(plan)
 
-        def times(share: float) -> tuple[float, float, float]:
-            """Return the seconds of a unit's gather, of its reduction, and of its sum across groups."""
+        def times(share: float) -> UnitTimes:
+            """Return the seconds of a unit's gather, reduction and sum across groups, and of renewing its copies."""
             nbytes = share * trained * width
             pieces = max(1, math.ceil(nbytes / setup.bucket_nbytes))
-            return (
-                shards.gather(share * gathered, hardware),
-                once * reduce(nbytes, hardware, pieces),
-                replicas.all_reduce(share * across, hardware, pieces) / setup.accumulate,
+            return UnitTimes(
+                gather=inside.gather(share * gathered, hardware),
+                reduce=once * reduce(nbytes, hardware, pieces),
+                across=add(share * moved.summed / ways, hardware, pieces) / setup.accumulate,
+                renew=across.gather(share * moved.renewed, hardware),
             )
 
         self._end, self._block = map(times, shares)
 
     def phase(
-        self, work: Work, sums: float, head: float, gathers: float, reduces: float, ahead: float
+        self, work: Work, sums: float, head: float, gathers: float, reduces: float, ahead: float, renews: float = 0.0
     ) -> tuple[float, float]:
         """Return the seconds of a phase's collectives alone, and those until it is done; `head` of them are the head's.
 
-        `gathers` and `reduces` say whether it has such collectives.
+        `gathers`, `reduces` and `renews` say whether it has such collectives.
         """
         block = (_computing(work, self._setup, self._hardware) - head + sums) / self._layers
 
-        def unit(compute: float, times: tuple[float, float, float]) -> UnitTimes:
-            return UnitTimes(compute, gathers * times[0], reduces * times[1], reduces * times[2])
+        def unit(compute: float, of: UnitTimes) -> UnitTimes:
+            return UnitTimes(compute, gathers * of.gather, reduces * of.reduce, reduces * of.across, renews * of.renew)
 
         ends, middle = (unit(0.0, self._end), unit(head, self._end)), [unit(block, self._block)] * self._layers
         units = [ends[0], *middle, ends[1]]
         resident = not self._setup.zero.parameters
         buffers = len(units) if resident else self._setup.sizing.gather_buffers
-        alone = sum(each.gather + each.reduce + each.across for each in units)
+        alone = sum(each.gather + each.reduce + each.across + each.renew for each in units)
         return alone, replay(units[::-1] if reduces else units, buffers, ahead, self._shared)
 
 

@@ -13,24 +13,43 @@ class Traffic:
     """Bytes of full buffers in the collectives of a step, per rank; an all-reduce counts twice."""
 
     inside: float
-    """Among the ranks over which states are partitioned."""
-    across: float
-    """Among ranks that hold the same slices."""
+    """Inside a group of ranks, which may be all."""
+    summed: float = 0.0
+    """Across groups, of gradients."""
+    renewed: float = 0.0
+    """Across groups, of parameters: new ones, for the copies that groups gather from."""
+
+    @property
+    def across(self) -> float:
+        return self.summed + self.renewed
 
 
 def traffic(plan: Plan) -> Traffic:
     """Return what a step of this plan moves; padding is not counted, nor are the collectives of tensor parallelism."""
     setup, trained = plan.setup, plan.num_trained / plan.setup.tp
-    inside = across = 0.0
-    if setup.shards > 1:
+    inside = summed = renewed = 0.0
+    if setup.group > 1:
         # Partitioned gradients are reduced in every pass; whole ones once, and stage 0 gathers them as well.
         once = trained * setup.grad_width
         reduced = trained * setup.sizing.wire_width(setup.width) * setup.accumulate if setup.zero.gradients else once
         gathered = trained * setup.width if setup.zero.optimizer else once
         inside = reduced + (2 * gathered_nbytes(plan) * setup.accumulate if setup.zero.parameters else gathered)
     if setup.replicas > 1:
-        across = 2 * trained / setup.shards * setup.grad_width
-    return Traffic(inside, across)
+        summed = 2 * trained / setup.group * setup.grad_width
+    elif setup.copies > 1:
+        each = setup.accumulate * setup.sizing.wire_width(setup.width) if setup.zero.gradients else setup.grad_width
+        summed, renewed = trained / setup.group * each, _renewed(plan) / setup.group
+    return Traffic(inside, summed, renewed)
+
+
+def _renewed(plan: Plan) -> float:
+    """Return the bytes of parameters that groups get from each other: new ones once, those of other tiers each time."""
+    setup, new = plan.setup, plan.num_trained / plan.setup.tp * plan.setup.width
+    if not setup.zero.parameters:
+        return new
+    off, here = parameters_off_device(plan), plan.of("parameters", HBM)
+    share = off / (off + here) if off else 0.0
+    return (1 - share) * new + share * 2 * setup.accumulate * gathered_nbytes(plan)
 
 
 def gathered_nbytes(plan: Plan) -> float:

@@ -60,7 +60,7 @@ class Recorder:
         with engine.waits.waiting("collectives"):
             everyone = engine.gather_control(mine)
         engine.waits.add("data", self._waited_for_data())
-        axes = {"comm": engine.shards, "comm_across": engine.replicas, "comm_tp": engine.tensor_parallel}
+        axes = {"comm": engine.inside, "comm_across": engine.across, "comm_tp": engine.tensor_parallel}
         moved = {name: axis.take_nbytes() for name, axis in axes.items()}
         now = (result, Readback(everyone), moved, engine.waits.take())
         before, self._pending = self._pending, now

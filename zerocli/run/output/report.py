@@ -38,9 +38,9 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
     world, tp, train = engine.collectives.world, engine.tensor_parallel.world, config.train
     tokens = train.batch * train.accumulate * world * train.seq
     words = [f"{world} data-parallel x {tp} tensor-parallel"] if tp > 1 else []
-    words += [f"{engine.replicas.world} groups of {engine.shards.world}, each with all states"] * (
-        engine.replicas.world > 1
-    )
+    if engine.across.world > 1:
+        has = "all states" if engine.replicas.world > 1 else "all parameters"
+        words.append(f"{engine.across.world} groups of {engine.inside.world}, each with {has}")
     axes = f" ({'; '.join(words)})" if words else ""
     each = "data-parallel rank" if tp > 1 else "rank"
     update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"

@@ -1,0 +1,43 @@
+"""The collectives of all data-parallel ranks in two steps: inside groups of neighbours, and across groups.
+
+Every byte crosses between groups once, not once per rank of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zerocli.engine.comm import Collectives, Pending
+
+
+class Grouped:
+    """All ranks, in an order in which the slices of the ranks with one position in their groups are adjacent.
+
+    So the slices that a rank gathers across groups are one slice of what it gathers inside its group.
+    """
+
+    def __init__(self, inside: Collectives, across: Collectives) -> None:
+        self.inside, self.across, self.device = inside, across, inside.device
+        self.world = inside.world * across.world
+        self.rank = inside.rank * across.world + across.rank
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
+        """See `Collectives.all_gather`. On a CPU the host waits for the first step."""
+        part = self._part(full)
+        self.across.all_gather(part, shard, what).wait()
+        return self.inside.all_gather(full, part, what)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
+        """See `Collectives.reduce_scatter`; overwrites `full`. On a CPU the host waits for the first step."""
+        part = self._part(full)
+        self.inside.reduce_scatter(part, full, what).wait()
+        return self.across.reduce_scatter(shard, part, what)
+
+    def _part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of a buffer inside its group."""
+        each = full.numel() // self.inside.world
+        return full[self.inside.rank * each : (self.inside.rank + 1) * each]
+
+
+Shards = Collectives | Grouped
+"""The ranks over which states are partitioned."""
