@@ -101,13 +101,11 @@ def test_two_groups_are_bit_identical_to_plain_sharding(tmp_path):
 @pytest.mark.gpu
 def test_groups_on_a_gpu_equal_plain_sharding(tmp_path):
     """Four ranks share the GPU over gloo: the sums across groups are ordered by the side stream."""
-    plain, *groups = run_cases(
-        4,
-        _train,
-        [(1, PLAIN), *((1, settings | {"shard_ranks": 2}, str(tmp_path)) for of, settings in CASES if of is PLAIN)],
-    )
-    for ranks in groups:
-        assert _joined(ranks)[0]["losses"] == [pytest.approx(each, rel=1e-4) for each in _joined(plain)[0]["losses"]]
+    for alike in (PLAIN, FREE):
+        cases = [settings | {"shard_ranks": 2} for of, settings in CASES if of is alike]
+        plain, *groups = run_cases(4, _train, [(1, alike), *((1, each, str(tmp_path)) for each in cases)])
+        wanted = [pytest.approx(each, rel=1e-4) for each in _joined(plain)[0]["losses"]]
+        assert cases and all(_joined(ranks)[0]["losses"] == wanted for ranks in groups)
 
 
 def _moved(
