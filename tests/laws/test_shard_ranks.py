@@ -195,6 +195,8 @@ def _others() -> tuple[Any, ...]:
     dist.new_group([0])  # ranks that are in different numbers of groups agree on the names of ours
     same = zerocli.shard(nn.Linear(3, 3), shard_ranks=4)
     assert same.shards is same.collectives and same.replicas.world == 1
+    one, other = (zerocli.shard(nn.Linear(3, 3), shard_ranks=2) for _ in range(2))
+    assert one.shards.group is other.shards.group and one.replicas.group is other.replicas.group
     branches = [_branches(settings) for settings in ({}, {"shard_ranks": 2}, {"shard_ranks": 1})]
     tp = [_split(settings) for settings in ({"stage": 0}, {"stage": 3, "shard_ranks": 1})]
     return branches, tp, [_early(offload) for offload in ("", "optimizer=cpu,grads=cpu")], _refusals()
