@@ -26,7 +26,7 @@ from toys import split, uneven_batch
 
 import zerocli
 from tiers.limits import HostLimits
-from zerocli.checkpoint import Folder, Mismatch, Saver, load, manifest, resume, sources
+from zerocli.checkpoint import Folder, Mismatch, Saver, load, manifest, resume, sources, state
 from zerocli.checkpoint import saver as savers
 from zerocli.checkpoint import snapshot as snapshots
 from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, tile, whole
@@ -639,6 +639,17 @@ def test_copies_off_a_gpu_are_long_and_few_are_under_way_at_once(monkeypatch):
     found = torch.cat([snapshot.fill(batch).bytes.view(torch.float32) for batch in snapshot.batches])
     assert torch.equal(found, values)
     snapshot.stop_holding()
+    slots.close()
+
+
+def test_a_snapshot_holds_every_flat_until_it_is_read():
+    """Frozen ones too: a move between tiers would free what the writer has still to read."""
+    _, engine = engine_of({"stage": 3, "offload": "cpu"})
+    parts, _ = state.capture(engine)
+    slots = snapshots.Slots(1 << 20, torch.device("cpu"))
+    snapshot = snapshots.Snapshot(parts, torch.device("cpu"), slots)
+    held = {owner for batch in snapshot.batches for owner in batch.owners()}
+    assert held == {id(flat) for flat in engine.flats()} and any(not flat.trainable for flat in engine.flats())
     slots.close()
 
 

@@ -13,6 +13,7 @@ from ranks import run_cases
 from small_gpt import make, train_step
 from toy_tiers import NVME
 
+from offload import Record
 from zerocli.engine.events import Events
 from zerocli.errors import Refused
 from zerocli.layout.recompute import Recompute
@@ -165,6 +166,55 @@ def test_what_has_no_room_stays_where_it_is(tmp_path):
     assert [train_step(engine, step) for step in (1, 2)] == [train_step(plain, step) for step in (1, 2)]
     for each in (engine, plain):
         each.close()
+
+
+def _trained_with_one_rank_full(stage: int, full: bool) -> tuple[list[float], list[str], list[dict[str, str]]]:
+    import torch.distributed as dist
+
+    room = 150_000 if full and dist.get_rank() == 0 else 10_000_000
+    engine = make(layers=3, stage=stage, tier_options={"dram": {"capacity": room}})
+    losses = train_step(engine, 0)
+    refused = engine.move("optimizer=cpu")
+    losses += [loss for step in (1, 2) for loss in train_step(engine, step)]
+    tiers = [dict(flat.spec.tiers) for flat in engine.flats()]
+    engine.close()
+    return losses, refused, tiers
+
+
+def test_what_one_rank_has_no_room_for_stays_where_it_is_on_all():
+    """Else ranks gather the updated parameters in different orders."""
+    there, full = run_cases(2, _trained_with_one_rank_full, [(2, False), (2, True)])
+    for (losses, refused, _), (as_usual, none, _) in zip(full, there, strict=True):
+        assert losses == as_usual and refused and not none
+    assert full[0][2] == full[1][2]
+    assert all(line.endswith("stay on hbm: another rank has no room for them") for line in full[1][1])
+
+
+def test_what_could_not_be_filled_takes_no_room(monkeypatch):
+    def fill(self: Any, values: Any) -> None:
+        raise torch.OutOfMemoryError("the device is full")
+
+    engine = make(layers=2)
+    expected = train_step(engine, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Record, "fill", fill)
+        assert len(engine.move("optimizer=cpu")) == len(list(engine.trainable()))
+    assert held(engine).keys() == {"hbm"}
+    engine.close()
+    assert expected == train_step(make(layers=2), 0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": True}], ids=str)
+def test_a_loss_from_before_a_move_is_refused(settings):
+    """Its graph has saved where parameters were, or inputs of recomputed blocks."""
+    engine = make(layers=2, **settings)
+    tokens = torch.zeros((2, 8), dtype=torch.long)
+    loss = engine(tokens, tokens)
+    engine.move("params=cpu,optimizer=cpu")
+    with pytest.raises(Refused, match="moved: run forward again"):
+        engine.backward(loss)
+    train_step(engine, 1)
+    engine.close()
 
 
 def test_gradients_do_not_move_before_their_step():

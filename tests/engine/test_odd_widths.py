@@ -42,6 +42,18 @@ def test_a_cut_product_is_the_product(cuts_everywhere):
     assert torch.autograd.gradgradcheck(odd_widths._OddLinear.apply, few)
 
 
+def test_what_comes_back_may_be_changed_in_place(cuts_everywhere):
+    def halved(function):
+        return lambda *inputs: function(*inputs).div_(2)
+
+    x, weight, bias = values()
+    for part in (x, x[0], x[0, 0], x[:0]):
+        inputs = part.detach().requires_grad_(), weight, bias
+        cut, plain = (gradients(halved(function), inputs) for function in (odd_widths._OddLinear.apply, F.linear))
+        for mine, usual in zip(cut, plain, strict=True):
+            torch.testing.assert_close(mine, usual)
+
+
 def test_a_cut_loss_is_the_loss(cuts_everywhere):
     x, weight, _ = values(dtype=torch.float32)
     targets = torch.tensor([0, WIDTH - 1, WIDTH - 4, 3, 1024]).repeat(2, 1)

@@ -248,6 +248,8 @@ def _others() -> tuple[Any, ...]:
     dist.new_group([0])  # ranks that are in different numbers of groups agree on the names of ours
     same = zerocli.shard(nn.Linear(3, 3), shard_ranks=4)
     assert same.shards is same.collectives and same.replicas.world == 1
+    one, other = (zerocli.shard(nn.Linear(3, 3), shard_ranks=2) for _ in range(2))
+    assert one.shards.group is other.shards.group and one.replicas.group is other.replicas.group
     branches = [
         _branches(settings) for settings in ({}, {"shard_ranks": 2}, {"shard_ranks": 1}, SPREAD | {"shard_ranks": 2})
     ]

@@ -37,7 +37,7 @@ class Part:
     source: Source
     boxes: Sequence[Box]
     owner: Any = None
-    """The flat whose update changes the array; None if it does not change while it is written."""
+    """The flat whose update changes the array, and whose move frees it; None if neither happens to it."""
     _by_offsets: dict[tuple[int, ...], Box] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

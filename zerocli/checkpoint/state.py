@@ -90,7 +90,7 @@ def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part
         extent = extent_of(engine, entry.name, entry.shape)
         run = mine.shifted(-entry.offset) if mine.numel else Span(0, 0)
         found = _boxes_at(extent, entry.shape, run, mine.start - covered.start)
-        yield Part(f"{prefix}/{entry.name}", extent.shape, source, found, flat if flat.trainable else None)
+        yield Part(f"{prefix}/{entry.name}", extent.shape, source, found, flat)
 
 
 @functools.lru_cache(maxsize=1 << 16)

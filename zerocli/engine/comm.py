@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
@@ -68,8 +69,16 @@ def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     """Return a group of these ranks of a group, with its backend. Collective: all ranks of `group` are in one such.
 
-    Not by `dist.new_group`, for the reason in `separate_gloo_group`.
+    It is made once, as nothing destroys it: a communicator takes memory of the GPU, a gloo group threads.
     """
+    made = _subgroups.setdefault(group, {})
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = _new_subgroup(group, ranks)
+    return made[tuple(ranks)]
+
+
+def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """Make a group, not by `dist.new_group`, for the reason in `separate_gloo_group`."""
     number = _num_separate[group.group_name] = _num_separate[group.group_name] + 1
     known, store = dist.distributed_c10d._world, dist.distributed_c10d._get_process_group_store(group)
     backend, place = dist.distributed_c10d.Backend(known.pg_map[group][0]), ranks.index(dist.get_rank())
@@ -82,7 +91,8 @@ def subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
 
 
 _num_separate: Counter[str] = Counter()
-"""Number of times that the functions above were called, by group: all of its ranks call them alike."""
+"""Number of groups that the functions above have made, by group: all of its ranks call them alike."""
+_subgroups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def _done_within(work: dist.Work, seconds: float) -> bool:

@@ -396,8 +396,8 @@ class Engine:
     def move(self, placement: Placement | str, recompute: Recompute | None = None) -> list[str]:
         """Move states to the tiers of another placement, between two steps; no number changes. Collective.
 
-        `recompute` also changes which blocks are recomputed. Returns what this rank had no room to move, which stays
-        where it was, a line each.
+        `recompute` also changes which blocks are recomputed. Returns what some rank had no room to move, which stays
+        where it was on all ranks, a line each. A loss that was computed before it is refused by `backward`.
         """
         self._meet_and_synchronize("engine.move", str(placement), str(recompute))
         return moves.move(self, placement, recompute)

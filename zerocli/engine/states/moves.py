@@ -1,19 +1,23 @@
 """Moves: states go to other tiers between two steps, one piece at a time, and every value stays what it is.
 
 A piece is written to its new tier before it leaves its old one, so a tier holds at most one piece beside what the
-placement before or the one after puts there. What was made for the tiers of the flats (gather buffers, buckets, slots
-of the update) is made again afterwards, and keeps the orders that the ranks have agreed on.
+placement before or the one after puts there. A piece for which one rank has no room stays where it was on all ranks:
+the order in which they gather updated parameters depends on which states are offloaded. What was made for the tiers of
+the flats (gather buffers, buckets, slots of the update) is made again afterwards, and keeps the orders that the ranks
+have agreed on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from offload import HBM, Placement, Store, per_rank
+from offload.placement import KINDS
 from tiers.errors import TierFull
 from zerocli.config.placement import placement_at, read_placement
 from zerocli.engine.guards.accept import refuse_scripts
@@ -23,8 +27,9 @@ from zerocli.engine.units.master import REMAINDER
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused
 from zerocli.layout.flats import FlatSpec, in_room, place, shared_rooms
-from zerocli.layout.moves import moves_between
+from zerocli.layout.moves import Move, moves_between
 from zerocli.layout.recompute import Recompute
+from zerocli.ranks.exchange import gather_padded
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
@@ -52,9 +57,10 @@ def move(engine: Engine, placement: Placement | str, recompute: Recompute | None
     aliases = Aliases(engine.model, engine.device)
     aliases.find_in([flats[each.flat] for each in moves if each.kind == "parameters"])
     before_update, gatherer, reducer = engine.updater.before_update, engine.gatherer, engine.reducer
+    engine.hooks.parameters_changed(flats)  # a loss that was computed before cannot gather them where they were
     engine.activations.stack.close()
     reducer.close()
-    refused = []
+    refused: dict[Move, str] = {}
     try:
         for each in moves:
             flat = flats[each.flat]
@@ -62,8 +68,10 @@ def move(engine: Engine, placement: Placement | str, recompute: Recompute | None
                 with engine.events.move(flat.unit):
                     _MOVE[each.kind](engine, flat, each.target)
             except (TierFull, torch.OutOfMemoryError) as error:
-                fact = str(error).partition("\n")[0]
-                refused.append(f"the {each.kind} of {flat.unit.title} stay on {each.source}: {fact}")
+                refused[each] = str(error).partition("\n")[0]
+        for each in _refused_elsewhere(engine, moves, refused):
+            _MOVE[each.kind](engine, flats[each.flat], each.source)
+            refused[each] = "another rank has no room for them"
     finally:
         _settle(engine, flats)
         aliases.redirect(flats)
@@ -83,7 +91,20 @@ def move(engine: Engine, placement: Placement | str, recompute: Recompute | None
         recomputed = engine.recomputed_units()
         engine.open_activations(recomputed)
         engine.hooks.recompute(recomputed)
-    return refused
+    return [f"the {m.kind} of {flats[m.flat].unit.title} stay on {m.source}: {why}" for m, why in refused.items()]
+
+
+def _refused_elsewhere(engine: Engine, moves: Sequence[Move], refused: Collection[Move]) -> list[Move]:
+    """Return the moves that this rank has made and another rank had no room for. Collective."""
+    codes = torch.tensor([-1, *map(_code, refused)], dtype=torch.int64, device=engine.device)
+    everyone, _ = gather_padded(codes, engine.gather_control, padding=-1)
+    anywhere = set(everyone.flatten().tolist())
+    return [each for each in moves if each not in refused and _code(each) in anywhere]
+
+
+def _code(move: Move) -> int:
+    """Return a number that stands for the piece, the same on all ranks."""
+    return move.flat * len(KINDS) + KINDS.index(move.kind)
 
 
 def _refuse_scripts(engine: Engine, flats: list[Flat], after: list[FlatSpec]) -> None:
@@ -119,10 +140,11 @@ def _move_parameters(engine: Engine, flat: Flat, tier: str) -> None:
         assert about is not None
         numel = about.numel if isinstance(about, Store) else about.numel()
         store = engine.builder.open_parameters(flat, tier, numel, about.dtype)
-        if isinstance(about, Store):
-            store.copy_from(about, engine.sizing.chunk)
-        else:
-            store.put(0, about).synchronize()
+        with _freed_on_error(store):
+            if isinstance(about, Store):
+                store.copy_from(about, engine.sizing.chunk)
+            else:
+                store.put(0, about).synchronize()
         _placed(flat, "parameters", tier)
         if flat.resident is not None:
             flat.detach()
@@ -145,10 +167,11 @@ def _move_states(engine: Engine, flat: Flat, tier: str) -> None:
         flat.states = states
     else:
         record = engine.builder.open_states(flat, tier)
-        if old is not None:
-            record.copy_from(old)
-        else:
-            record.fill({name: read_held(flat, name, device) for name in record.arrays})
+        with _freed_on_error(record.store):
+            if old is not None:
+                record.copy_from(old)
+            else:
+                record.fill({name: read_held(flat, name, device) for name in record.arrays})
         _placed(flat, "optimizer", tier)
         flat.record, flat.states, flat.remainder = record, {}, None
         if MASTER in record.arrays:
@@ -161,6 +184,16 @@ def _move_gradient(engine: Engine, flat: Flat, tier: str) -> None:
     store = None if tier == HBM else engine.builder.open_gradient(flat, tier)
     flat.gradient.move(store, engine.device)
     _placed(flat, "gradients", tier)
+
+
+@contextlib.contextmanager
+def _freed_on_error(store: Store) -> Iterator[None]:
+    """Free a new store whose filling failed: what it was to hold stays where it was."""
+    try:
+        yield
+    except BaseException:
+        store.free()
+        raise
 
 
 def _placed(flat: Flat, kind: str, tier: str) -> None:

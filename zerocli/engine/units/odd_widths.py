@@ -7,12 +7,14 @@ begin at multiples of 16 bytes too, so they are kept in a wider buffer. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from zerocli.layout.shards import round_up
 
 MULTIPLE = 8
 MIN_WIDTH = 1024
@@ -72,8 +74,16 @@ def linear_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     return forward
 
 
-def _wide_rows(like: Tensor, rows: int, width: int) -> Tensor:
-    return like.new_empty(rows, -(-width // MULTIPLE) * MULTIPLE)[:, :width]
+def _wide_rows(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return empty memory whose rows begin at multiples of 16 bytes.
+
+    It is no view of a wider tensor: torch forbids in-place changes of a view that an autograd function returns.
+    """
+    strides, stride = [1], round_up(shape[-1], MULTIPLE)
+    for size in reversed(shape[:-1]):
+        strides.append(stride)
+        stride *= max(1, size)
+    return like.new_empty_strided(tuple(shape), strides[::-1])
 
 
 class _OddLinear(torch.autograd.Function):
@@ -82,11 +92,11 @@ class _OddLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        flat = x.reshape(-1, x.shape[-1])
-        out = project_(_wide_rows(x, len(flat), len(weight)), flat, weight)
+        flat, out = x.reshape(-1, x.shape[-1]), _wide_rows(x, (*x.shape[:-1], len(weight)))
+        project_(out.view(len(flat), len(weight)), flat, weight)
         if bias is not None:
             out += bias
-        return out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,7 +107,7 @@ class _OddLinear(torch.autograd.Function):
         if torch.is_grad_enabled():  # someone differentiates this backward
             return (grad @ weight if of_x else None), (rows.t() @ flat if of_weight else None), bias
         if rows.stride(1) != 1 or rows.stride(0) % MULTIPLE:
-            rows = _wide_rows(rows, *rows.shape).copy_(rows)
+            rows = _wide_rows(rows, rows.shape).copy_(rows)
         grad_x = project_back_(torch.empty_like(flat), rows, weight).view(x.shape) if of_x else None
         grad_weight = torch.empty_like(weight) if of_weight else None
         if grad_weight is not None:

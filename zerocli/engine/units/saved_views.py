@@ -26,8 +26,8 @@ from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
 
 STALE = (
-    "this loss was computed with parameters that have changed since, by step() or by loading: run forward again before "
-    "backward"
+    "this loss was computed with parameters that step() has changed since, or that were loaded or moved: run forward "
+    "again before backward"
 )
 _NO_HOOKS = (
     "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, by which partitioned parameters are gathered "
