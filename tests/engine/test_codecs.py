@@ -175,11 +175,19 @@ def _peak(settings: dict[str, Any]) -> int:
     return live.peak
 
 
-def test_a_plan_of_a_stored_base_is_what_the_engine_takes(monkeypatch):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 3, "base": "nf4", "offload": "params=cpu"},
+        {"stage": 0, "base": "nf4", "precision": "bf16"},  # the peak is where the base is encoded
+    ],
+    ids=["offloaded", "encoding"],
+)
+def test_a_plan_of_a_stored_base_is_what_the_engine_takes(monkeypatch, settings):
     monkeypatch.setattr(tape, "sys", SimpleNamespace(getrefcount=lambda thing: 3))  # as `LiveBytes` watches
-    settings = {"stage": 3, "base": "nf4", "offload": "params=cpu"}
     peak = max(run_ranks(2, _peak, settings))
-    asked = Setup(**settings, ranks=2, ranks_per_node=2, batch=2, seq=SEQ, device="cpu", precision="fp32")
+    given = {"precision": "fp32"} | settings
+    asked = Setup(**given, ranks=2, ranks_per_node=2, batch=2, seq=SEQ, device="cpu")
     plan = plan_model(shape_of(MODEL, SEQ).adapted(LoraConfig(4)), asked)
     assert peak * 0.99 <= plan.allocated <= peak * 1.01
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from texts import CHARACTERS
 
-from zerocli.layout.sizes import format_bytes, format_count, parse_bytes, parse_count
+from zerocli.layout.sizes import format_bytes, format_count, format_seconds, parse_bytes, parse_count
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,21 @@ def test_what_is_no_count_is_refused(text):
 def test_printed_counts_read_back_to_three_digits(count):
     assert abs(parse_count(format_count(count)) - count) <= 0.0051 * count
     assert len(format_count(count)) <= 5 or count >= 10**13
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 us"),
+        (1e-9, "under 1 us"),
+        (9.994e-4, "999 us"),
+        (9.996e-4, "1 ms"),
+        (0.9996, "1 s"),
+        (1.5, "1.5 s"),
+        (599.0, "599 s"),
+        (1234.0, "20.6 min"),
+        (3 * 86400.0, "72 h"),
+    ],
+)
+def test_seconds_are_three_digits_in_the_unit_that_suits_them(seconds, text):
+    assert format_seconds(seconds) == text

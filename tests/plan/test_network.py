@@ -112,3 +112,11 @@ def test_one_rank_waits_for_no_network():
     slow = dataclasses.replace(NODE, links=1e-6, network=1e-6)
     assert timed(MODEL, ranks=1, hardware=slow).seconds == timed(MODEL, ranks=1, hardware=NODE).seconds
     assert timed(MODEL, ranks=1).hidden == 1.0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_groups_on_one_node_are_not_faster_over_the_same_links(stage):
+    """Sums across groups then pass the links of the gathers, and both together move no less."""
+    asked = {"hardware": PRESETS["rtx4090"], "stage": stage, "ranks": 4, "batch": 1, "seq": 128}
+    plain, halves = timed(EIGHT, **asked), timed(EIGHT, shard_ranks=2, **asked)
+    assert plain.bound == "collectives" and halves.seconds >= plain.seconds

@@ -78,6 +78,24 @@ def test_unequal_ranks_agree_on_one_choice(tmp_path):
     assert alone.config != found[0].config
 
 
+def test_what_a_run_had_changed_to_is_kept_only_where_it_fits(tmp_path):
+    """Memory may be less when a run is resumed: on another node, or beside another process."""
+    sets = [*TINY, "model.layers=6", "model.hidden=128", "train.seq=128", "train.batch=8", "parallel.ranks=2"]
+    config = configs.load("tiny", [*sets, "zero.stage=3"])
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(config)))  # everything on the device
+    (tmp_path / "auto.json").write_text(json.dumps({"changes": [{"step": 9}], "recomputes": True}))
+    options = RunOptions(str(tmp_path), auto=FREE, resume=True)
+    setup = setup_of(config, ranks=2, ranks_per_node=2, device="cpu")
+
+    def chosen(room: int) -> str:
+        return "\n".join(choose_together(config, options, setup, room, lambda value: [value]).lines)
+
+    before = "which the run had changed to before it was resumed"
+    kept, recomputed = (needed(sets, stage=3, checkpoints=0, recompute=each) for each in (False, True))
+    assert before in chosen(int(kept * 1.1))
+    assert before not in chosen(int(recomputed * 1.1))
+
+
 def test_a_cpu_that_is_slow_in_bf16_is_planned_with_that_rate(monkeypatch):
     measured = {"products": 0.07, "bf16": 0.0001, "memory": 10.0, "adam": 0.2}
     monkeypatch.setattr(automatic.bench, "remembered", lambda *_: {automatic.bench.COMPUTE: {"result": measured}})

@@ -154,6 +154,13 @@ def test_only_what_is_slow_for_long_is_a_warning(own, others, warns):
     assert ranks.num_exchanges == 4 * LONG_STEPS // 10  # one per interval
 
 
+@pytest.mark.parametrize(("num_steps", "named"), [(10, [1, 10]), (11, [1, 10]), (12, [11, 12])])
+def test_the_last_steps_do_not_hide_the_interval_before_them(num_steps, named):
+    watched = Stragglers(Ranks(1.5), (), lambda text: None)
+    found = [watched.add(step, 1.5, waits(1.0), last=step == num_steps) for step in range(1, num_steps + 1)]
+    assert found[-1] is not None and found[-1]["steps"] == named
+
+
 def test_a_rank_that_is_slow_now_and_then_is_no_warning():
     said: list[str] = []
     ranks = Ranks(1.0, 1.5)

@@ -15,7 +15,12 @@ import pytest
 import runs
 from commands import SMALL, lines, run
 
+from zerocli import config as configs
 from zerocli.cli import main as cli
+from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory.build import plan_model
+from zerocli.plan.setup import setup_of
+from zerocli.plan.time.traffic import traffic
 
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "peak", "comm", "wait"}
 
@@ -61,6 +66,12 @@ def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
     assert one["comm_across"] == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": one["comm"]["reduce_scatter"]}
     assert one["comm_across"]["all_reduce"] > 0
     assert not any(value for each in others for value in each["comm_across"].values())
+    for name, world in (("four", 4), ("two", 2), ("global", 2)):  # and what a plan says: no more than padding apart
+        row, config = lines(tmp_path / name)[0], configs.load(str(tmp_path / name / "config.json"))
+        setup = setup_of(config, ranks=world, ranks_per_node=world, device="cpu", precision="fp32")
+        planned = traffic(plan_model(shape_of(config.model, config.train.seq), setup))
+        for moved, counted in ((planned.inside, row["comm"]), (planned.across, row["comm_across"])):
+            assert 0.9 * sum(counted.values()) <= moved <= sum(counted.values()), name
 
 
 @pytest.mark.long

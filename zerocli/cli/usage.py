@@ -33,7 +33,7 @@ _EXAMPLES = {
     "--precision": "bf16",
     "--stage": "3",
     "--tp": "2",
-    "--shard-ranks": "8",
+    "--shard-ranks": "2",
     "--ranks": "2",
     "--epochs": "1",
     "--save-every": "100, or 0.25 of the run, or never",

@@ -26,6 +26,8 @@ DECODED_AT_A_TIME = 64 * GRAIN
 """Elements that are decoded together by torch's operations, through scratch memory; a GPU's kernel needs none."""
 SCRATCH_NBYTES = {"nf4": 6, "int8": 4}
 """Bytes of scratch memory per element that is being decoded."""
+_ENCODING_WIDTHS = {"nf4": (4, 8, 1), "int8": (4, 1)}
+"""Bytes per element of what is there while elements are encoded: scaled values and codes, beside their fp32 values."""
 _KEPT = re.compile(r"(^|\.)(router|gate|lora|lora_[A-Za-z_]+)(\.|$)")
 """Modules of a block whose matrices are not encoded: routers, and adapters, which generation freezes too."""
 
@@ -39,6 +41,19 @@ def encoded_nbytes(codec: str, numel: int) -> int:
 def scratch_nbytes(codec: str, numel: int, device: str) -> int:
     """Return the bytes of scratch memory that is kept for decoding as many elements."""
     return min(numel, DECODED_AT_A_TIME) * SCRATCH_NBYTES[codec] if device == "cpu" else 0
+
+
+def encoded_at_a_time(device: str) -> int:
+    """Return the elements that are encoded together; a GPU takes more, which needs fewer launches."""
+    return DECODED_AT_A_TIME * (8 if device == "cuda" else 1)
+
+
+def encoding_nbytes(codec: str, numel: int, width: int, device: str) -> list[int]:
+    """Return the sizes of the buffers that are there at once while as many elements of this width are encoded."""
+    together = min(numel, encoded_at_a_time(device))
+    copy = [4] if width < 4 else []
+    scales = together // (NF4_BLOCK if codec == "nf4" else INT8_BLOCK) * 4
+    return [scales, *(together * each for each in (*copy, *_ENCODING_WIDTHS[codec]))]
 
 
 def is_encoded(name: str, shape: tuple[int, ...]) -> bool:

@@ -93,7 +93,7 @@ def format_seconds(seconds: float) -> str:
     """Return a duration with three digits, in the unit that suits it."""
     if 0 < seconds < 1e-6:
         return "under 1 us"
-    for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0)):
-        if seconds < limit:
+    for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3), (600.0, "s", 1.0), (36e3, "min", 1 / 60)):
+        if seconds < limit * 0.9995:  # the next unit begins where three digits would round up to it
             return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds / 60:.3g} min"
+    return f"{seconds / 3600:.3g} h"

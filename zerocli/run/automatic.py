@@ -18,6 +18,7 @@ from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
 from zerocli.plan.search import automatic
 from zerocli.plan.search.auto import Choice
+from zerocli.plan.search.candidates import weigh
 from zerocli.plan.search.recompute import room_here
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.time import bench
@@ -94,7 +95,8 @@ def choose_together(
     # One rank of each node measures; the others wait, and find what it measured in the node's cache.
     lines = gather(bench.measure_unknown(bench.gather(paths), paths) if first and paths else [])
     hardware = least_of_all(automatic.hardware_here(config.offload.nvme_path, setup, room), gather)
-    if (found := _before(config, options)) is not None:
+    found = _before(config, options)
+    if found is not None and (not options.auto or _fits(found.config, setup, hardware, model)):
         model = Formula(run_shape(config)) if model is None else model
         return dataclasses.replace(found, hardware=hardware, model=model, lines=(*lines[0], *found.lines))
     steps = min(gather(_compiled_steps(config, options, setup)))
@@ -133,6 +135,13 @@ def _before(config: Config, options: RunOptions) -> Chosen | None:
     what += f" --set activations.policy={changed.activations.policy}"
     line = f"auto: {what}, which the run had changed to before it was resumed"
     return Chosen(changed, (line,), document, recomputes=recomputes)
+
+
+def _fits(config: Config, setup: Setup, hardware: Hardware, model: Model | None) -> bool:
+    """Whether a config fits the machine as it is now."""
+    about = {name: getattr(setup, name) for name in ("device", "precision", "ranks", "ranks_per_node")}
+    asked = dataclasses.replace(setup_of(config, **about), checkpoints=0)
+    return weigh(Formula(run_shape(config)) if model is None else model, asked, hardware).fits
 
 
 def _compiled_steps(config: Config, options: RunOptions, setup: Setup) -> int:

@@ -22,6 +22,7 @@ from zerocli.layout.codecs import (
     INT8_BLOCK,
     NF4_BLOCK,
     NF4_SCALES,
+    encoded_at_a_time,
     encoded_nbytes,
     scratch_nbytes,
 )
@@ -40,7 +41,7 @@ def encode(codec: str, values: torch.Tensor) -> torch.Tensor:
     """Return values, a whole number of grains, as bytes."""
     made = torch.empty(encoded_nbytes(codec, values.numel()), dtype=torch.uint8, device=values.device)
     grains = made.view(-1, GRAIN_NBYTES[codec])
-    at_a_time = DECODED_AT_A_TIME // GRAIN * (8 if values.is_cuda else 1)  # fewer launches
+    at_a_time = encoded_at_a_time(values.device.type) // GRAIN
     for first in range(0, len(grains), at_a_time):
         part = values[first * GRAIN : (first + at_a_time) * GRAIN].float()
         (_encode_nf4 if codec == "nf4" else _encode_int8)(part, grains[first : first + at_a_time])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from offload.placement import HBM
 from zerocli.layout import buffers
 from zerocli.layout.buffers import Spec, chunk_runs
+from zerocli.layout.codecs import encoding_nbytes
 from zerocli.layout.constants import NARROWED_AT_A_TIME
 from zerocli.layout.flats import FP32, REMAINDER, FlatSpec
 from zerocli.plan.memory.arena import COMPUTE, Arenas
@@ -118,17 +119,20 @@ class Initialisation:
         self._keep_bytes("gradients", *sizes.values())
 
     def _place_parameters(self, flat: FlatSpec) -> None:
-        spec = buffers.parameters(flat, self._sizing)
+        setup, spec = self._setup, buffers.parameters(flat, self._sizing)
         numel = flat.own.numel if flat.codec else spec.numel
         rounded = None
         if spec.tier == HBM and not flat.codec:
             self._keep(spec)
         elif flat.width < FP32:  # the slice, on its way to its tier or to be encoded
             rounded = Storage(self._ledger, flat.width * numel, "buffers")
-        if self._setup.precision == "bf16":
+        if setup.precision == "bf16":
             Storage(self._ledger, FP32 * min(numel, NARROWED_AT_A_TIME), "buffers")
         if flat.codec:
-            self._keep(spec) if spec.tier == HBM else Storage(self._ledger, spec.nbytes, "buffers")
+            self._keep(spec)
+            sizes = [spec.nbytes] * (spec.tier != HBM) + encoding_nbytes(flat.codec, numel, flat.width, setup.device)
+            temporary = [Storage(self._ledger, nbytes, "buffers") for nbytes in sizes]
+            del temporary
         del rounded
 
     def _place_states(self, flat: FlatSpec) -> None:

@@ -236,7 +236,8 @@ class Wire:
         setup, near = plan.setup, max(1, plan.setup.ranks_per_node // plan.setup.tp)
         self._setup, self._hardware, self._layers = setup, hardware, max(1, of.layers)
         inside, across = Group(setup.group, near), Group(setup.dp // setup.group, max(1, near // setup.group))
-        self._shared = inside.nodes > 1
+        # Groups within a node, or copies on the same node: both pass the same links.
+        self._shared = inside.nodes > 1 or across.here > 1
         end = min(1.0, of.ends / plan.numel) / 2
         shares = (end, (1 - 2 * end) / self._layers)
         trained = plan.num_trained / setup.tp

@@ -25,7 +25,10 @@ class Traffic:
 
 
 def traffic(plan: Plan) -> Traffic:
-    """Return what a step of this plan moves; padding is not counted, nor are the collectives of tensor parallelism."""
+    """Return what a step of this plan moves, without padding and without the collectives of tensor parallelism.
+
+    Nor does it count what optimizers gather that need whole parameters (adafactor, muon): `optimizer/whole_update.py`.
+    """
     setup, trained = plan.setup, plan.num_trained / plan.setup.tp
     inside = summed = renewed = 0.0
     if setup.group > 1:

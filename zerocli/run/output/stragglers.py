@@ -43,8 +43,8 @@ class Stragglers:
         self._warned: set[int] = set()
 
     def add(self, step: int, seconds: float, waits: Mapping[str, float], last: bool = False) -> dict[str, Any] | None:
-        """Count a step of this rank; return the slowest rank of the steps exchanged before, or with `last` up to this
-        one; None if there is nothing new. Collective.
+        """Count a step of this rank; return the slowest rank of the steps exchanged before, or with `last`, if there
+        are none, of those up to this one; None if there is nothing new. Collective.
         """
         found = self._read()
         self._steps.append(step)
@@ -52,9 +52,9 @@ class Stragglers:
         self._sums["compute"] += max(0.0, seconds - sum(waits.values()))
         for cause in CAUSES[1:]:
             self._sums[cause] += max(0.0, waits[cause])
-        if len(self._steps) >= INTERVAL or last:
+        if len(self._steps) >= INTERVAL or (last and found is None):
             self._send()
-        return self._read() if last else found
+        return self._read() if last and found is None else found
 
     def _send(self) -> None:
         values = [self._rank, *(self._sums[cause] / len(self._steps) for cause in CAUSES)]
