@@ -6,11 +6,9 @@ import os
 import re
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from runs import Ended, train
 
 from zerocli import config as configs
@@ -18,7 +16,7 @@ from zerocli import machine
 from zerocli.config.options import RunOptions
 from zerocli.errors import DOES_NOT_FIT, USAGE, UserError
 from zerocli.run.processes import launch, nodes
-from zerocli.run.processes.nodes import Card, Nodes, Verdict, judge
+from zerocli.run.processes.nodes import Card, Verdict, judge
 
 GIB = 2**30
 
@@ -116,33 +114,6 @@ def test_what_slows_a_run_down_is_noted_once(tmp_path, before, note):
 def test_a_folder_of_a_run_that_does_not_save_need_not_be_shared(tmp_path):
     ended = train(tmp_path / "run", "train.steps=1", "checkpoint.every=0", before=with_a_folder_each)
     assert ended.codes == [0, 0], ended.said
-
-
-# -- two jobs in one store ---------------------------------------------------------------------------------------------
-
-
-def nodes_of(monkeypatch, store: dist.Store, folder: Path, **environ: str) -> Nodes:
-    names = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7", "SLURM_JOB_ID": "1"} | environ
-    for name, value in names.items():
-        monkeypatch.setenv(name, value)
-    return Nodes(store, configs.load("tiny"), RunOptions(str(folder)), shared=True)
-
-
-def test_a_rank_of_another_job_ends_and_the_job_whose_port_it_is_goes_on(tmp_path, monkeypatch):
-    store = dist.HashStore()
-    nodes_of(monkeypatch, store, tmp_path).greet(60)
-    for other in ({"SLURM_JOB_ID": "2"}, {"WORLD_SIZE": "4"}):
-        with pytest.raises(UserError, match=f"rank 1 .* at a, port 7 belongs to another job: 2 ranks, .*{tmp_path}"):
-            nodes_of(monkeypatch, store, tmp_path, RANK="1", **other).greet(60)
-    nodes_of(monkeypatch, store, tmp_path, RANK="1").greet(60)  # its place is still free
-
-
-def test_a_rank_that_is_there_already_is_refused(tmp_path, monkeypatch):
-    store = dist.HashStore()
-    for rank in ("0", "1"):
-        nodes_of(monkeypatch, store, tmp_path, RANK=rank).greet(60)
-    with pytest.raises(UserError, match="has a rank 1 already"):
-        nodes_of(monkeypatch, store, tmp_path, RANK="1").greet(60)
 
 
 # -- what rank 0 finds -------------------------------------------------------------------------------------------------

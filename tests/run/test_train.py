@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import runs
 from commands import SMALL, lines, run
+from lengths import LONG
 
 from zerocli import config as configs
 from zerocli.cli import main as cli
@@ -45,6 +46,10 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert 'try: zerocli generate run "..."\ntry: zerocli export run OUT\n' in done.stderr
 
 
+COPIES = ["zero.stage=3", "train.batch=1", "parallel.shard_ranks=2", "parallel.shard_states=all"]
+
+
+@pytest.mark.longer
 def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
     """One global batch of 4: two ranks, one rank with two micro-steps, four ranks."""
     losses = {}
@@ -54,6 +59,7 @@ def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
         ("accumulated", 1, ["zero.stage=2", "train.batch=2", "train.accumulate=2"]),
         ("four", 4, ["zero.stage=1", "train.batch=1", "parallel.shard_ranks=2"]),
         ("global", 2, ["zero.stage=2", "train.batch=1", "train.global_batch=4"]),
+        *([("copies", 4, COPIES)] if LONG else []),
     ):
         ended = runs.train(tmp_path / name, "train.seq=32", "train.steps=4", "checkpoint.every=0", *sets, world=world)
         assert ended.codes == [0] * world, ended.said
@@ -66,7 +72,8 @@ def test_stages_worlds_and_splits_see_the_same_data(tmp_path):
     assert one["comm_across"] == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": one["comm"]["reduce_scatter"]}
     assert one["comm_across"]["all_reduce"] > 0
     assert not any(value for each in others for value in each["comm_across"].values())
-    for name, world in (("four", 4), ("two", 2), ("global", 2)):  # and what a plan says: no more than padding apart
+    # And what a plan says: no more than padding apart.
+    for name, world in (("four", 4), ("two", 2), ("global", 2), *([("copies", 4)] if LONG else [])):
         row, config = lines(tmp_path / name)[0], configs.load(str(tmp_path / name / "config.json"))
         setup = setup_of(config, ranks=world, ranks_per_node=world, device="cpu", precision="fp32")
         planned = traffic(plan_model(shape_of(config.model, config.train.seq), setup))

@@ -59,7 +59,7 @@ def open_process_group(
 ) -> None:
     """Initialise the process group under torchrun, unless that was done already; a single process needs none.
 
-    `met` is called with the store as soon as it is reached, before this rank waits for any other.
+    `met` is called with the ranks' store once all of them have come to it.
     """
     if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zerocli.console import say
 from zerocli.errors import FAILURE, UserError
+from zerocli.ranks.attempts import join_attempt
 from zerocli.ranks.worker import STORE_FD, free_port
 
 CONNECT_SECONDS = 300.0
@@ -62,18 +63,15 @@ def connecting_when_needed(environ: MutableMapping[str, str] = os.environ) -> It
 
 
 def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS) -> dist.Store:
-    """Return the store of this run, hosted by rank 0 or torchrun; wait at most `seconds` for it to come up."""
+    """Return the store of this run, hosted by rank 0 or torchrun, once all ranks have come to it.
+
+    Wait at most `seconds` for it to come up, and as long for the ranks.
+    """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = datetime.timedelta(seconds=seconds)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = (_serve if rank == 0 and not agent else _connect)(host, port, world, patience)
+    store = (_serve if rank == 0 and not agent else _connect)(host, port, world, datetime.timedelta(seconds=seconds))
     store.set_timeout(datetime.timedelta(seconds=ANSWER_SECONDS))
-    if agent:
-        # The store outlives a restart and still has the dead addresses of the previous attempt's process groups, so
-        # each attempt uses its own prefix.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"zerocli/attempt-{attempt}-of-{world}", store)
-    return store
+    return join_attempt(store, rank, world, seconds, lasts=agent)
 
 
 def read_all(store: Any, keys: list[str]) -> list[bytes]:

@@ -203,7 +203,7 @@ class Adapter:
         told = self._as_first(lambda: self._plan(steps))
         if "failed" in told:
             self._failed = True
-            self._tell(f"note: the run goes on as it is, as it could not be planned again: {told['failed']}")
+            self._run.tell(f"note: the run goes on as it is, as it could not be planned again: {told['failed']}")
             return None
         planned = Measured(**told["planned"])
         self._hardware = Hardware(**told["hardware"])
@@ -239,9 +239,6 @@ class Adapter:
         told: dict[str, Any] = gather_json(mine, self._engine.gather_control, self._engine.device)[0]
         return told
 
-    def _tell(self, text: str) -> None:
-        self._run.tell(text)
-
     # -- changing --------------------------------------------------------------------------------------------------
 
     def change(self, step: int, change: Change) -> None:
@@ -273,7 +270,7 @@ class Adapter:
         )
         if self._run.rank == 0:
             self._record(step, before, change, seconds)
-        self._tell(f"adapted before step {step + 1}: {line}")
+        self._run.tell(f"adapted before step {step + 1}: {line}")
         self.before[step + 1] = f"{name_of(self._setup)}, as {change.reason}"
 
     def _record(self, step: int, before: str, change: Change, seconds: float) -> None:

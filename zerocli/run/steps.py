@@ -128,7 +128,7 @@ class Loop:
             outlive_failures()
         asks = self._preemption.wants_stop if saver is not None else (lambda: False)
         tokens = config.train.batch * config.train.accumulate * replicas * config.train.seq
-        adapter, stragglers = run.adapter, Stragglers(engine, run.hosts, run.tell)
+        adapter, stragglers = run.adapter, Stragglers(run.hosts, run.tell)
         shares = tuple if adapter is None else adapter.shares
         if adapter is not None and saver is not None:
             adapter.is_saving = lambda: saver.busy
@@ -181,7 +181,7 @@ class Loop:
 
     def finish(self) -> None:
         """Write what is left, and wait for the last save."""
-        self._keep(self._recorder.flush(last=True))
+        self._keep(self._recorder.flush())
         if self._saver is not None:
             finish_saving(self._saver, self._run.engine, self._run.options)
         if self._metrics is not None:

@@ -125,27 +125,26 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
 def join_ranks(config: Config, options: RunOptions, watchdog: Watchdog, shared: bool) -> tuple[str, ...]:
     """Compare the nodes and open the process group; return each rank's host, on rank 0.
 
-    `shared` says whether all ranks use the run folder. The watchdog runs from the moment that the store is reached.
+    `shared` says whether all ranks use the run folder. The watchdog runs from the moment that all ranks are there.
     """
     limit = config.train.watchdog
     patience = max(limit, START_SECONDS) if limit else CONNECT_SECONDS
     hosts: tuple[str, ...] = ()
-    greeted = False
+    met = False
 
-    def met(store: dist.Store) -> None:
-        nonlocal hosts, greeted
+    def meet(store: dist.Store) -> None:
+        nonlocal hosts, met
+        met = True
         nodes = Nodes(store, config, options, shared)
-        nodes.greet(patience)
-        greeted = True
         watchdog.connect(nodes.rank, nodes.world, store)
         hosts = nodes.compare(options.refused)
         STARTUP.report("opening the process group")
 
     try:
         with STARTUP.waiting("opening the process group"):
-            open_process_group(connect_seconds=patience, met=met)
+            open_process_group(connect_seconds=patience, met=meet)
     except UserError:
-        if options.refused is None or greeted:
+        if options.refused is None or met:
             raise
         raise options.refused from None  # rank 0, which would show it, has not come
     if dist.is_initialized():  # opened by the caller before

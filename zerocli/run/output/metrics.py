@@ -19,8 +19,11 @@ from zerocli.profile.lines import Line, device_peak, fragmentation
 from zerocli.regular_files import open_regular
 from zerocli.run.output.stragglers import Stragglers
 
-_Issued = tuple[StepResult, Readback, dict[str, dict[str, int]], WaitReading]
-"""A step that was issued: its result, every rank's values, bytes moved by each axis of ranks, waits."""
+NUM_OWN = 8
+"""Values of a rank in every exchange, before those of stragglers and of adapting."""
+
+_Issued = tuple[StepResult, Readback, int, dict[str, dict[str, int]], WaitReading]
+"""A step that was issued: its result, every rank's values, the end of those of stragglers, bytes moved, waits."""
 
 
 class Recorder:
@@ -31,9 +34,9 @@ class Recorder:
         engine: Engine,
         tokens_per_step: int,
         waited_for_data: Callable[[], float],
-        asks_to_stop: Callable[[], bool] = lambda: False,
-        stragglers: Stragglers | None = None,
-        shares: Callable[[], Sequence[float]] = tuple,
+        asks_to_stop: Callable[[], bool],
+        stragglers: Stragglers,
+        shares: Callable[[], Sequence[float]],
     ) -> None:
         self._engine, self._tokens, self._stragglers = engine, tokens_per_step, stragglers
         self._asks_to_stop, self._shares = asks_to_stop, shares
@@ -42,6 +45,7 @@ class Recorder:
         self.stopping = False
         """Whether any rank has asked to stop; becomes true at the same step on all ranks."""
         self._waited_for_data = waited_for_data
+        self._axes = {"comm": engine.inside, "comm_across": engine.across, "comm_tp": engine.tensor_parallel}
         self._pending: _Issued | None = None
         self._num_lines = 0
         engine.waits.take()  # waits before the first step belong to no step
@@ -49,29 +53,27 @@ class Recorder:
         self._since = TimedEvent(engine.device)
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
-        """Record the step that was just issued; return the line of the previous one."""
-        engine = self._engine
-        facts = [*device_peak(engine).values(), fragmentation(engine), *self._shares()]
-        measured = torch.tensor([float(value) for value in facts], dtype=torch.float64)
-        asked = torch.full_like(loss, float(self._asks_to_stop()), dtype=torch.float64)
-        mine = torch.cat(
-            [torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double(), asked]), measured.to(loss)]
-        )
+        """Record the step that was just issued; return the line of the previous one. Collective."""
+        engine, own = self._engine, self._stragglers.take()
+        facts = [float(self._asks_to_stop()), *device_peak(engine).values(), fragmentation(engine), *own]
+        measured = torch.tensor([*facts, *self._shares()], dtype=torch.float64)
+        of_step = torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()])
         with engine.waits.waiting("collectives"):
-            everyone = engine.gather_control(mine)
+            everyone = engine.gather_control(torch.cat([of_step, measured.to(loss.device)]))
         engine.waits.add("data", self._waited_for_data())
-        axes = {"comm": engine.inside, "comm_across": engine.across, "comm_tp": engine.tensor_parallel}
-        moved = {name: axis.take_nbytes() for name, axis in axes.items()}
-        now = (result, Readback(everyone), moved, engine.waits.take())
+        now = (result, Readback(everyone), NUM_OWN + len(own), self._take_moved(), engine.waits.take())
         before, self._pending = self._pending, now
         return self._line(before) if before else None
 
-    def flush(self, last: bool = False) -> Line | None:
-        """Return the line of the last step, with `last` the last one of the run. Collective."""
+    def _take_moved(self) -> dict[str, dict[str, int]]:
+        return {name: axis.take_nbytes() for name, axis in self._axes.items()}
+
+    def flush(self) -> Line | None:
+        """Return the line of the last step. Collective."""
         if self._pending is not None:
             self._engine.verify()  # parts of its update may not have been issued yet
         before, self._pending = self._pending, None
-        return self._line(before, last) if before else None
+        return self._line(before) if before else None
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
@@ -79,27 +81,27 @@ class Recorder:
         assert self._pending is None
         engine = self._engine
         engine.synchronize()  # deferred parts of the last update are the next step's
-        axes = engine.axes.values()
-        moved = [axis.take_nbytes() for axis in axes]
+        moved = self._take_moved()
         try:
             yield
         finally:
-            for axis, before in zip(axes, moved, strict=True):
-                axis.take_nbytes()
-                axis.nbytes.update(before)
+            self._take_moved()
+            for name, axis in self._axes.items():
+                axis.nbytes.update(moved[name])
             engine.waits.take()
             self._since = TimedEvent(engine.device)
 
-    def _line(self, issued: _Issued, last: bool = False) -> Line:
-        result, readback, moved, waiting = issued
+    def _line(self, issued: _Issued) -> Line:
+        result, readback, end, moved, waiting = issued
         values = readback.values()
         seconds, self._since = readback.reached.since(self._since), readback.reached
         self.stopping = self.stopping or bool(values[:, 3].any())
-        *peaks, unused = [int(value) for value in values[:, 4:8].amax(0).tolist()]
-        self.shared = values[:, 8:].tolist()
+        *peaks, unused = [int(value) for value in values[:, 4:NUM_OWN].amax(0).tolist()]
+        slowest = self._stragglers.compare(values[:, NUM_OWN:end])
+        self.shared = values[:, end:].tolist()
         waits = waiting.seconds()
-        # The first step of a start also compiles, and makes its buffers.
-        compared = self._stragglers if self._num_lines > 0 else None
+        if self._num_lines > 0:  # the first step of a start also compiles, and makes its buffers
+            self._stragglers.add(result.step, seconds, waits)
         self._num_lines += 1
         return Line(
             step=result.step,
@@ -116,7 +118,7 @@ class Recorder:
             comm_tp=moved["comm_tp"],
             wait=waits,
             skipped=bool(values[0, 2].item()),
-            slowest=compared.add(result.step, seconds, waits, last) if compared is not None else None,
+            slowest=slowest,
         )
 
 

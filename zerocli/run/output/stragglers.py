@@ -1,8 +1,8 @@
 """The slowest rank of every few steps: which it is, what takes it longer than the others; a warning if it stays slow.
 
 Ranks wait for each other in every step, so all of them take as long as the slowest. A rank's own time is the step's
-without its waits for collectives: the slowest rank has the longest. Each rank measures that anyway (`Waits`); every
-`INTERVAL` steps the ranks exchange their sums, and the result is read one step later, so the host waits for nothing.
+without its waits for collectives: the slowest rank has the longest. Each rank measures that anyway (`Waits`); its means
+over `INTERVAL` steps are among the values that ranks exchange after a step (`Recorder`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerocli.engine.engine import Engine
-from zerocli.engine.streams import Readback
-
 INTERVAL = 10
-"""Steps between two exchanges."""
+"""Steps after which ranks are compared."""
 SLOW = 1.2
 """A rank is slow from this multiple of the median rank's own time on."""
 SHARE = 0.05
@@ -31,46 +28,40 @@ CAUSES = ("compute", "data", "transfers", "optimizer")
 class Stragglers:
     """Adds up this rank's own time and compares it with the others'."""
 
-    def __init__(self, engine: Engine, hosts: Sequence[str], say: Callable[[str], None]) -> None:
+    def __init__(self, hosts: Sequence[str], say: Callable[[str], None]) -> None:
         """`hosts` are the ranks' nodes, if they are known; `say` is called with the warning."""
-        self._engine, self._hosts, self._say = engine, hosts, say
+        self._hosts, self._say = hosts, say
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._sums = dict.fromkeys(("seconds", *CAUSES), 0.0)
         self._steps: list[int] = []
-        self._sent: tuple[list[int], float, Readback] | None = None
+        self._sums = dict.fromkeys(("seconds", *CAUSES), 0.0)
+        self._taken: tuple[list[int], float] = ([], 0.0)
+        """The steps whose means are being exchanged, and the mean of their seconds."""
         self._streak = (-1, 0)
         """The rank that was slow last, and for how many steps in a row."""
         self._warned: set[int] = set()
 
-    def add(self, step: int, seconds: float, waits: Mapping[str, float], last: bool = False) -> dict[str, Any] | None:
-        """Count a step of this rank; return the slowest rank of the steps exchanged before, or with `last`, if there
-        are none, of those up to this one; None if there is nothing new. Collective.
-        """
-        found = self._read()
+    def add(self, step: int, seconds: float, waits: Mapping[str, float]) -> None:
+        """Count a step of this rank."""
         self._steps.append(step)
         self._sums["seconds"] += seconds
         self._sums["compute"] += max(0.0, seconds - sum(waits.values()))
         for cause in CAUSES[1:]:
             self._sums[cause] += max(0.0, waits[cause])
-        if len(self._steps) >= INTERVAL or (last and found is None):
-            self._send()
-        return self._read() if last and found is None else found
 
-    def _send(self) -> None:
-        values = [self._rank, *(self._sums[cause] / len(self._steps) for cause in CAUSES)]
-        mine = torch.tensor(values, dtype=torch.float64).to(self._engine.device)
-        everyone = Readback(self._engine.gather_control(mine))
-        self._sent = (self._steps, self._sums["seconds"] / len(self._steps), everyone)
+    def take(self) -> list[float]:
+        """Return this rank's number and its means by cause once `INTERVAL` steps are counted, else nothing."""
+        if len(self._steps) < INTERVAL:
+            return []
+        seconds, *causes = (each / len(self._steps) for each in self._sums.values())
+        self._taken = (self._steps, seconds)
         self._steps, self._sums = [], dict.fromkeys(self._sums, 0.0)
+        return [self._rank, *causes]
 
-    def _read(self) -> dict[str, Any] | None:
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return None
-        steps, seconds, readback = sent
-        found = slowest(readback.values())
+    def compare(self, rows: torch.Tensor) -> dict[str, Any] | None:
+        """Return the slowest rank, from what `take` returned on each; None if it returned nothing, or of one rank."""
+        found = slowest(rows) if rows.numel() else None
         if found is not None:
-            rank = found["rank"]
+            rank, (steps, seconds) = found["rank"], self._taken
             found = {"rank": rank, "node": self._hosts[rank] if self._hosts else ""} | found
             found["steps"] = [steps[0], steps[-1]]
             self._watch(found, len(steps), seconds)

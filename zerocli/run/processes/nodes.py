@@ -1,9 +1,7 @@
 """The nodes of a run, compared at its start: what is wrong between them is one message on rank 0, with their names.
 
-[Note: what ranks exchange first] This runs when the ranks' store is reached, before torch opens a group: ranks with
-another version of zerocli or torch reach it too, so the keys and the form of what is exchanged must not change. Rank 0
-writes whose store it is (a rank of another job on the same port ends there, and has written nothing that the job
-reads). Every rank writes one card; rank 0 reads all of them at once, and writes one verdict for all.
+Ranks with another version of zerocli or torch come here too, so the keys and the form of what is exchanged must not
+change. Every rank writes one card; rank 0 reads all of them at once, and writes one verdict for all.
 """
 
 from __future__ import annotations
@@ -31,13 +29,11 @@ from zerocli import machine
 from zerocli.config import AUTO, Config, refuse_shard_ranks, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say
-from zerocli.errors import FAILURE, USAGE, Told, UserError
+from zerocli.errors import USAGE, Told, UserError
 from zerocli.layout.shards import nearest_divisor
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.ranks.startup import STARTUP
-from zerocli.ranks.worker import job_name
 
-PREFIX = "zerocli/nodes"
 CLOCK_SECONDS = 10.0
 """Clocks further apart are reported: torchrun takes a node whose clock is 15 s behind for one that is gone."""
 SAME_MEMORY = 0.95
@@ -95,68 +91,32 @@ class Verdict:
 
 
 class Nodes:
-    """The meeting of the ranks in their store: `greet` first, then `compare`."""
+    """The ranks' comparison of their nodes, in their store, before torch opens a group."""
 
     def __init__(self, store: dist.Store, config: Config, options: RunOptions, shared: bool) -> None:
         """`shared` says whether all ranks read or write the run folder."""
-        self._store = dist.PrefixStore(PREFIX, store)
+        self._store = dist.PrefixStore("nodes", store)
         self._config, self._options, self._shared = config, options, shared
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._file, self._began = "", now()
-
-    def greet(self, seconds: float) -> None:
-        """Read whose store this is, and take this rank's place in it; raise UserError if either is another job's.
-
-        Wait at most `seconds` for rank 0.
-        """
-        mine = {"job": job_name() or os.environ.get("SLURM_JOB_ID", ""), "world": self.world}
-        if self.rank == 0:
-            self._file = self._leave_file()
-            about = {"file": self._file, "clock": self._began, "host": here(), "run": self._run_dir}
-            self._store.set("hello", json.dumps(mine | about))
-        hello = self._read_hello(seconds)
-        self._file, self._began = hello["file"], hello["clock"]
-        if {key: hello[key] for key in mine} != mine:
-            raise self._elsewhere(f"belongs to another job: {count_of(hello['world'], 'rank')}, run folder "
-                                  f"{hello['run']}, rank 0 on node {hello['host']}")  # fmt: skip
-        if self._store.add(f"taken/{self.rank}", 1) > 1:
-            raise self._elsewhere(f"has a rank {self.rank} already, of another job or of this one")
-
-    def _read_hello(self, seconds: float) -> dict[str, Any]:
-        try:
-            self._store.wait(["hello"], datetime.timedelta(seconds=seconds))
-        except dist.DistStoreError as error:
-            raise UserError(
-                f"rank 0 did not arrive within {seconds:.0f} s", hint="the log of rank 0", exit_code=FAILURE
-            ) from error
-        found: dict[str, Any] = json.loads(self._store.get("hello"))
-        return found
-
-    def _elsewhere(self, fact: str) -> UserError:
-        where = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-        return UserError(
-            f"rank {self.rank} on node {here()}: the store at {where} {fact}",
-            hint="another MASTER_PORT for one of the two; under torchrun another --rdzv-endpoint or --master-port",
-            exit_code=FAILURE,
-        )
 
     def compare(self, refused: UserError | None = None) -> tuple[str, ...]:
         """Compare all ranks and their nodes; return each rank's host on rank 0. Raise UserError there if the run cannot
         work, and `Told` on the others. `refused` is what this node's own comparison with the plan found. Collective.
         """
-        with STARTUP.waiting("comparing the nodes"):
-            self._store.set(f"card/{self.rank}", json.dumps(asdict(self._card(refused))))
+        with STARTUP.waiting("comparing the nodes"), contextlib.ExitStack() as stack:
+            began = now()
+            if self.rank == 0:
+                self._store.set("file", self._leave_file(stack))
+            card = self._card(refused, self._store.get("file").decode())
+            self._store.set(f"card/{self.rank}", json.dumps(asdict(card)))
             if self.rank:
                 verdict = Verdict(**json.loads(self._store.get("verdict")))
                 if verdict.problems:
                     self._store.set(f"read/{self.rank}", "")
                     raise verdict.error(Told)
                 return ()
-            with contextlib.ExitStack() as stack:
-                if self._file:
-                    stack.callback(Path(self._file).unlink, missing_ok=True)
-                cards = [Card.read(each) for each in self._of_all("card")]
-            verdict = judge(cards, self._config, self._options, (self._began, now()))
+            cards = [Card.read(each) for each in self._of_all("card")]
+            verdict = judge(cards, self._config, self._options, (began, now()))
             self._store.set("verdict", json.dumps(asdict(verdict)))
         if verdict.problems:
             with contextlib.suppress(dist.DistStoreError):
@@ -171,11 +131,7 @@ class Nodes:
         found: list[bytes] = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world)])
         return found
 
-    @property
-    def _run_dir(self) -> str:
-        return os.path.abspath(self._options.run_dir)
-
-    def _card(self, refused: UserError | None) -> Card:
+    def _card(self, refused: UserError | None, file: str) -> Card:
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         return Card(
             here(),
@@ -186,19 +142,23 @@ class Nodes:
             versions() if first else {},
             own_gpu(),
             host_memory(),
-            look_for(self._file) if first else "",
+            look_for(file) if first else "",
             () if refused is None else (str(refused), refused.hint, refused.exit_code),
         )
 
-    def _leave_file(self) -> str:
-        """Make a file in the run folder for the others to look for, if they are to share it; return its path."""
+    def _leave_file(self, stack: contextlib.ExitStack) -> str:
+        """Make a file in the run folder for the others to look for, if they are to share it; return its path.
+
+        It is removed with the stack.
+        """
         if not self._shared:
             return ""
-        path = Path(self._run_dir, f".nodes-{secrets.token_hex(8)}")
+        path = Path(os.path.abspath(self._options.run_dir), f".nodes-{secrets.token_hex(8)}")
         try:
             path.touch(exist_ok=False)
         except OSError:  # the run says it in its own words
             return ""
+        stack.callback(path.unlink, missing_ok=True)
         return str(path)
 
 

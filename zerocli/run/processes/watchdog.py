@@ -5,8 +5,8 @@ has been open for too long, the ranks whose count is below its number have not a
 stopped are dead or unreachable. A rank that has not arrived but makes progress (its update waits for a slow disk that
 a save is writing to) is waited for: its own watchdog monitors it.
 
-It runs from the moment the ranks' store is reached: a run's start, like a save, is a sequence of stages, in each of
-which a rank works by itself or waits for the others.
+It runs from the moment all ranks have come to their store: a run's start, like a save, is a sequence of stages, in each
+of which a rank works by itself or waits for the others.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""Ranks of one start of a job meet in a store that may have what the ranks of earlier starts wrote."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from zerocli.errors import UserError
+from zerocli.ranks import attempts
+from zerocli.ranks.attempts import join_attempt
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch):
+    for name, value in {"MASTER_ADDR": "a", "MASTER_PORT": "7", "TORCHELASTIC_RUN_ID": "job"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(attempts, "NOTE_SECONDS", 0.05)
+    monkeypatch.setattr(attempts, "TOLD_SECONDS", 0.0)
+
+
+def start(store: dist.Store, *ranks: int, world: int, seconds: float = 60, lasts: bool = True) -> list[Future]:
+    """Start some ranks of a job in the order given; each returns what it reads of rank 0's attempt."""
+
+    def join(rank: int) -> str:
+        found = join_attempt(store.clone(), rank, world, seconds, lasts)
+        if rank == 0:
+            found.set("said", secrets.token_hex(8))
+        return found.get("said").decode()
+
+    pool = ThreadPoolExecutor(len(ranks))
+    return [pool.submit(join, rank) for rank in ranks]
+
+
+def results(futures: list[Future]) -> set[str]:
+    return {future.result(60) for future in futures}
+
+
+def test_ranks_that_come_before_rank_0_do_not_take_the_attempt_before(store):
+    """After a whole attempt, after one that a rank never reached, and after one of another size."""
+    first = results(start(store, 0, 1, world=2))
+    again = start(store, 1, world=2)  # its place is taken
+    assert not again[0].done() or again[0].result()
+    second = results(again + start(store, 0, world=2))
+    dead = start(store, 0, 1, world=3, seconds=0.1)  # rank 2 never came
+    for future in dead:
+        with pytest.raises(UserError, match=r"rank 2 did not arrive within 0 s"):
+            future.result(60)
+    early = start(store, 2, 1, world=3)
+    third = results(early + start(store, 0, world=3))
+    smaller = start(store, 1, world=2)
+    fourth = results(smaller + start(store, 0, world=2))
+    assert len(first) == len(second) == len(third) == len(fourth) == 1
+    assert len(first | second | third | fourth) == 4
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+
+
+def test_a_rank_0_that_ended_before_it_said_anything_is_passed_over(store):
+    store.add("zerocli/attempts", 1)
+    early = start(store, 1, world=2)
+    assert len(results(early + start(store, 0, world=2))) == 1
+
+
+def test_a_rank_that_waits_in_an_attempt_without_its_rank_0_goes_on_with_the_next(store):
+    """The old rank 0 ended after all but one had come: the late one completes nothing."""
+    attempt = dist.PrefixStore("attempt-1", dist.PrefixStore("zerocli", store))
+    store.add("zerocli/attempts", 1)
+    attempt.set("begun", '{"job": "job", "world": 2, "host": "h", "process": 1}')
+    attempt.add("taken/0", 1), attempt.add("here", 1)
+    early = start(store, 1, world=2)
+    with pytest.raises(TimeoutError):
+        early[0].result(0.3)
+    assert len(results(early + start(store, 0, world=2))) == 1
+
+
+def test_a_rank_of_another_job_ends_and_the_job_whose_store_it_is_goes_on(store, monkeypatch):
+    first = start(store, 0, world=2)
+    store.get("zerocli/attempt-1/begun")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    with pytest.raises(UserError, match=r"rank 1 on node .* at a, port 7 belongs to another job: 2 ranks, rank 0 is"):
+        join_attempt(store, 1, 2, 60, lasts=True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert len(results(first + start(store, 1, world=2))) == 1  # its place is still free
+    with pytest.raises(UserError, match="has a rank 1 already, of another job or of this one"):
+        join_attempt(store, 1, 2, 60, lasts=False)
+
+
+def test_a_rank_0_that_never_comes_is_not_waited_for_long(store, capfd):
+    with pytest.raises(UserError, match="rank 0 did not arrive within 0 s"):
+        join_attempt(store, 1, 2, 0.1, lasts=True)
+    results(start(store, 0, 1, world=2))
+    with pytest.raises(UserError, match="has a rank 1 already"):
+        join_attempt(store, 1, 2, 0.1, lasts=True)
+    assert "rank 0 is process" in capfd.readouterr().err  # the wait was noted

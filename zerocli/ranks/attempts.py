@@ -1,0 +1,130 @@
+"""The ranks of one start of a job find each other in their store, which may have what earlier ones wrote.
+
+[Note: attempts] torchrun's store outlives a restart. What torchrun tells its ranks does not tell one start from the
+next: each agent counts restarts by itself, and counts none for nodes that leave or join. So rank 0 takes the next
+number from the store, and everything that this attempt writes has that number in its key. A rank that comes before rank
+0 finds the number of the attempt before. That one has another number of ranks, or this rank's place in it is taken, or
+it never completes: only its own rank 0 could complete it, and the next rank 0 says that it is over. The rank then takes
+the next number.
+
+Ranks with another version of zerocli or torch come here too, so the keys and the form of what is exchanged must not
+change.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from zerocli.console import say
+from zerocli.errors import FAILURE, Told, UserError
+from zerocli.layout.sizes import count_of
+from zerocli.ranks.words import named
+from zerocli.ranks.worker import job_name
+
+BEGUN, ALL_HERE, OUTCOME = "begun", "all-here", "outcome"
+COMPLETE, OVER = "complete", "over"
+NOTE_SECONDS = 10.0
+"""How long a rank waits for the next attempt before it says why."""
+TOLD_SECONDS = 2.0
+"""How long the others have to read why rank 0 ends: their store may end with it."""
+
+
+def join_attempt(store: dist.Store, rank: int, world: int, seconds: float, lasts: bool) -> dist.Store:
+    """Return this attempt's part of the store, once all ranks have come, within `seconds`.
+
+    Raise UserError if they do not come, or if the store belongs to another job. `lasts` says whether the store may have
+    keys of earlier attempts.
+    """
+    store, deadline = dist.PrefixStore("zerocli", store), time.monotonic() + seconds
+    mine = {"job": job_name() or os.environ.get("SLURM_JOB_ID", ""), "world": world}
+    number = store.add("attempts", int(rank == 0))
+    if rank == 0:
+        about = json.dumps(mine | {"host": socket.gethostname(), "process": os.getpid()})
+        if number > 1:
+            before = _attempt(store, number - 1)
+            before.compare_set(BEGUN, "", about)  # if its rank 0 ended before it said so
+            before.compare_set(OUTCOME, "", OVER)
+        _attempt(store, number).set(BEGUN, about)
+    number, problem = max(1, number), ""
+    while True:
+        attempt = _attempt(store, number)
+        begun = json.loads(_next_begun(attempt, problem, seconds, deadline))
+        problem = _why_another(begun, mine, attempt, rank)
+        if not problem and _arrive(attempt, rank, world, seconds, deadline):
+            return attempt
+        if problem and (not lasts or begun["job"] != mine["job"]):
+            raise _elsewhere(problem)
+        number += 1
+
+
+def _attempt(store: dist.Store, number: int) -> dist.PrefixStore:
+    return dist.PrefixStore(f"attempt-{number}", store)
+
+
+def _next_begun(attempt: dist.Store, problem: str, seconds: float, deadline: float) -> bytes:
+    """Return what rank 0 has written of itself; `problem` is why this rank did not stay in the attempt before."""
+    if problem and (found := _get(attempt, BEGUN, time.monotonic() + NOTE_SECONDS)) is not None:
+        return found
+    if problem:
+        say(f"note: {problem}; waiting for rank 0 to start again")
+    found = _get(attempt, BEGUN, deadline)
+    if found is None and problem:
+        raise _elsewhere(problem)
+    if found is None:
+        raise UserError(f"rank 0 did not arrive within {seconds:.0f} s", hint="the log of rank 0", exit_code=FAILURE)
+    return found
+
+
+def _why_another(begun: Mapping[str, Any], mine: Mapping[str, Any], attempt: dist.Store, rank: int) -> str:
+    """Take this rank's place in an attempt; return why it is not this rank's, in words, if it is not."""
+    about = f"{count_of(begun['world'], 'rank')}, rank 0 is process {begun['process']} on node {begun['host']}"
+    where = f"rank {rank} on node {socket.gethostname()}: the store at {os.environ['MASTER_ADDR']}, port "
+    where += os.environ["MASTER_PORT"]
+    if any(begun[key] != mine[key] for key in mine):
+        return f"{where} belongs to another job: {about}"
+    if attempt.add(f"taken/{rank}", 1) > 1:
+        return f"{where} has a rank {rank} already, of another job or of this one: {about}"
+    return ""
+
+
+def _elsewhere(problem: str) -> UserError:
+    hint = "another MASTER_PORT for one of the two; under torchrun another --rdzv-endpoint or --master-port"
+    return UserError(problem, hint=hint, exit_code=FAILURE)
+
+
+def _arrive(attempt: dist.Store, rank: int, world: int, seconds: float, deadline: float) -> bool:
+    """Wait for all ranks; return False if this attempt's rank 0 has ended. Raise UserError if a rank does not come."""
+    if attempt.add("here", 1) == world:
+        attempt.set(ALL_HERE, "")
+    if rank:
+        found = _get(attempt, OUTCOME, deadline + NOTE_SECONDS)  # rank 0 is to say it first
+        outcome = "rank 0 has not answered" if found is None else found.decode()
+    elif _get(attempt, ALL_HERE, deadline) is not None:
+        outcome = attempt.compare_set(OUTCOME, "", COMPLETE).decode()
+    else:
+        missing = [other for other in range(1, world) if not attempt.check([f"taken/{other}"])]
+        outcome = f"{named(missing)} did not arrive within {seconds:.0f} s" if missing else "a rank did not arrive"
+        attempt.set(OUTCOME, outcome)
+        time.sleep(TOLD_SECONDS)
+    if outcome not in (COMPLETE, OVER):
+        kind = Told if rank and found is not None else UserError
+        raise kind(outcome, hint="the logs of these ranks", exit_code=FAILURE)
+    return outcome == COMPLETE
+
+
+def _get(store: dist.Store, key: str, deadline: float) -> bytes | None:
+    """Return a value once it is there; None if it is not there in time."""
+    try:
+        store.wait([key], datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except dist.DistStoreError:
+        return None
+    found: bytes = store.get(key)
+    return found
