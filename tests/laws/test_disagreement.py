@@ -135,6 +135,25 @@ def test_a_call_left_out_or_doubled_on_one_rank_is_named_on_all_ranks():
     assert refused > len(seeds) // 2
 
 
+def _backward_of_two_losses_on_rank_1() -> str:
+    import torch.distributed as dist
+
+    model = torch.nn.Linear(3, 3)
+    engine = zerocli.shard(model, stage=2)
+    loss = model(torch.ones(3)).sum()
+    with pytest.raises((ValueError, zerocli.Refused)) as caught:
+        engine.backward(loss.expand(2) if dist.get_rank() == 1 else loss)
+    engine.backward(model(torch.ones(3)).sum())
+    engine.step()
+    return str(caught.value)
+
+
+def test_a_loss_that_is_refused_on_one_rank_is_named_on_the_others():
+    """They launch no reduction for which they would wait: the rank has not begun its pass."""
+    there, here = run_ranks(2, _backward_of_two_losses_on_rank_1, seconds=60)
+    assert here == "backward needs a loss of one element, not of shape (2,)" and here in there
+
+
 def _ends_alone(rank: int, store: str, end: Any, how: str, stage: int) -> None:
     """Train for three steps; rank 0 leaves the loop before the last one, as `how` says."""
     import torch.distributed as dist

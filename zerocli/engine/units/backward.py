@@ -38,9 +38,9 @@ class Backward:
         """Accumulate the gradients of a loss in this engine and in all engines that the loss depends on."""
         if _UNDER_WAY:
             raise Refused("backward was called inside another backward")
-        self._engine.agreement.begin_pass(self.count)
         try:
-            self._check(loss, create_graph)
+            self._check(loss, create_graph)  # before the ranks meet: one that has met launches collectives
+            self._engine.agreement.begin_pass(self.count)
             self._begin()
             _UNDER_WAY.append(self)
             if loss.requires_grad:
@@ -130,7 +130,7 @@ class Backward:
         told, self._told = self._told, False
         if not told:
             self._tell(error)
-            self._abandon()
+        self._abandon()
         self._engine.zero_grad()
         self._engine.hooks.end_step()
         self._engine.gatherer.restart()

@@ -150,7 +150,10 @@ class Reductions:
                 return
 
     def _then(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
-        """Call `follow` on the stream that this runs on; on a CPU when the host finishes, which waits for `pending`."""
+        """Call `follow` on the stream that this runs on; on a CPU when the host finishes, which waits for `pending`.
+
+        What is returned may be called again: on a GPU each stream that calls it waits.
+        """
         if self._device.type == "cuda":
             return follow()
 
@@ -158,7 +161,7 @@ class Reductions:
             pending.wait()
             follow()()
 
-        return finish
+        return Completion(finish).run
 
     def _sum_over_replicas(self, part: torch.Tensor, what: str) -> Pending:
         """Sum a slice over the ranks that hold the same one, in the step's last pass."""
@@ -287,11 +290,11 @@ class Reductions:
                 self._norms.measure_piece(flat, plan.columns, piece)
             return store.put(plan.columns.start, piece).wait
 
-        done = Completion(self._then(self._sum_over_replicas(piece, _what(flat)), write), "transfers")
+        done = self._then(self._sum_over_replicas(piece, _what(flat)), write)
         if lift is not None:
-            lift.busy = done
-            self._unfinished.append(done)
-        return done.run
+            lift.busy = Completion(done, "transfers")
+            self._unfinished.append(lift.busy)
+        return done
 
 
 def _adjoin(left: torch.Tensor, right: torch.Tensor) -> bool:
