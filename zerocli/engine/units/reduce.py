@@ -2,9 +2,8 @@
 
 Gradients that are not partitioned are kept whole in flat buffers and reduced in place on the last micro-step.
 Partitioned gradients are reduce-scattered on every micro-step and then freed. If groups of ranks hold the same slices,
-their sums are added on the last micro-step. This module follows which gradients have
-arrived, and when a flat may be launched; reductions.py reduces it. All ranks launch the units in the same order, even
-if they use different parameters.
+their sums are added on the last micro-step. This module follows which gradients have arrived, and when a flat may be
+launched; reductions.py reduces it. All ranks launch the units in the same order, even if they use different parameters.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Reductions:
 
     # -- what follows a sum ----------------------------------------------------------------------------------------
 
-    def _after(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
+    def _in_launch_order(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
         """Call `follow` once the sum is complete, in the order of launches; return what finishes both."""
         if self._device.type == "cuda":  # ordered by the stream that this runs on
             return follow()
@@ -149,7 +149,7 @@ class Reductions:
             if first is last:
                 return
 
-    def _then(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
+    def _at_finish(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
         """Call `follow` on the stream that this runs on; on a CPU when the host finishes, which waits for `pending`.
 
         What is returned may be called again: on a GPU each stream that calls it waits.
@@ -186,7 +186,7 @@ class Reductions:
         if self._stage.optimizer:
             with self._side.run(), self._events.reduce(flat.unit):
                 pending = self._shards.reduce_scatter(held, whole, _what(flat))
-                finish = self._after(pending, lambda: self._sum_over_replicas(held, _what(flat)).wait)
+                finish = self._in_launch_order(pending, lambda: self._sum_over_replicas(held, _what(flat)).wait)
             self._unfinished.append(Completion(finish))
             return
         if self._run and not _adjoin(self._run[-1], whole):
@@ -219,7 +219,7 @@ class Reductions:
             return self._shards.all_gather(whole, part, "gradients").wait
 
         pending = self._shards.reduce_scatter(part, whole, "gradients")
-        return self._after(pending, lambda: self._then(self._sum_over_replicas(part, "gradients"), join))
+        return self._in_launch_order(pending, lambda: self._at_finish(self._sum_over_replicas(part, "gradients"), join))
 
     # -- partitioned gradients -------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Reductions:
         target = flat.gradient.held[plan.columns.start : plan.columns.stop] if flat.gradient.held is not None else None
         if target is not None and self._first and target.dtype == memory.dtype:
             pending = self._shards.reduce_scatter(target, memory, _what(flat))
-            return self._after(pending, lambda: self._sum_over_replicas(target, _what(flat)).wait)
+            return self._in_launch_order(pending, lambda: self._sum_over_replicas(target, _what(flat)).wait)
         # The sum goes into the bucket's own slice: the bucket is not read after the reduce-scatter.
         rank = self._shards.rank
         part = memory[rank * plan.columns.numel : (rank + 1) * plan.columns.numel]
@@ -267,7 +267,7 @@ class Reductions:
             target.copy_(part) if self._first else target.add_(part)
             return self._sum_over_replicas(target, _what(flat)).wait
 
-        return self._after(pending, merge)
+        return self._in_launch_order(pending, merge)
 
     def _send(self, flat: Flat, plan: BucketPlan, part: torch.Tensor) -> _Finish:
         """Add a reduced piece to the offloaded gradient; return the function that waits for the write."""
@@ -290,7 +290,7 @@ class Reductions:
                 self._norms.measure_piece(flat, plan.columns, piece)
             return store.put(plan.columns.start, piece).wait
 
-        done = self._then(self._sum_over_replicas(piece, _what(flat)), write)
+        done = self._at_finish(self._sum_over_replicas(piece, _what(flat)), write)
         if lift is not None:
             lift.busy = Completion(done, "transfers")
             self._unfinished.append(lift.busy)
