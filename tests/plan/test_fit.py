@@ -15,7 +15,7 @@ from published import PUBLISHED
 
 from offload.placement import Placement
 from zerocli import machine
-from zerocli.cli import fit
+from zerocli.cli import fit, fit_judge
 from zerocli.cli import main as cli
 from zerocli.config import ModelConfig
 from zerocli.layout.categories import CATEGORIES
@@ -260,6 +260,21 @@ def test_a_config_json_alone_says_what_the_model_is(capsys, tmp_path):
     assert cli.run(["fit", str(path), "--set", "model.layers=4"]) == 2
     assert "says what the model is" in capsys.readouterr().err
     assert cli.run(["fit", str(path), "--set", "activations.policy=recompute", "--ranks", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "fact"),
+    [
+        (["--ranks", "8", "--shard-ranks", "3"], "shard_ranks 3 does not divide the 8"),
+        (["--ranks", "9"], "8 ranks per node do not divide ranks 9"),
+        (["--stage", "2", "--offload", "params=cpu"], "this stage does not partition parameters"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused_before_a_model_is_run(flags, fact, monkeypatch, capsys):
+    """Running a model on fake tensors may take a minute."""
+    monkeypatch.delattr(fit_judge, "_model")
+    assert cli.run(["fit", "gpt2-124m", "--ranks-per-node", "8", *flags]) == 2
+    assert fact in capsys.readouterr().err
 
 
 def test_the_largest_model(capsys):

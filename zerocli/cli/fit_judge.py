@@ -13,6 +13,7 @@ from zerocli.console import printable
 from zerocli.errors import UserError
 from zerocli.layout.sizes import format_bytes
 from zerocli.plan.blocks.inputs import Source, model_of
+from zerocli.plan.memory.build import check
 from zerocli.plan.memory.saves import SHARED, folder_of
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
@@ -46,6 +47,9 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     offload = setup.offload if given["offload"] is not None else None
     if source.config.lora.rank:
         _refuse_lora(source, setup)
+    check(setup)  # before a model is run on fake tensors, which may take a minute
+    if offload is not None and given["stage"] is not None:
+        dataclasses.replace(setup, stage=given["stage"]).placement()
     planned = _model(source, ask.trace, _undecided(setup, free), notes, chooses=bool(given["auto"]))
     notes += planned.notes(setup)
     if ask.largest:
