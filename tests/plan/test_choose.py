@@ -29,7 +29,7 @@ from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.traced import trace
 from zerocli.plan.search.auto import COMPILING, HOST_MARGIN, Choice, _Search, choose, with_margins
 from zerocli.plan.search.automatic import choose_setup, flags, keywords, may_compile, with_choice
-from zerocli.plan.search.candidates import weigh
+from zerocli.plan.search.candidates import faster_groups, weigh
 from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import PRESETS, Hardware
@@ -64,6 +64,9 @@ def test_on_many_nodes_the_choice_may_be_groups_of_a_node():
     assert with_choice(load_config("tiny"), choice.best).parallel.shard_ranks == 8
     kept = choose_setup(model, asked, PRESETS["h100"], free - {"parallel.shard_ranks"}).best
     assert kept is not None and kept.setup.shard_ranks == 0 and kept.cost > choice.best.cost
+    advised = faster_groups(model, kept, PRESETS["h100"])
+    assert advised is not None and advised.setup.shard_ranks == 8 and advised.cost < kept.cost
+    assert faster_groups(model, choice.best, PRESETS["h100"]) is None
     one_node = choose_setup(model, dataclasses.replace(asked, ranks=8), PRESETS["h100"], free)
     assert {each.setup.shard_ranks for each in one_node.fitting} == {0}
 

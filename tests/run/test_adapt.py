@@ -49,7 +49,7 @@ class SlowDisk(Events):
         late = self._step - self._first
         if block.tier.name == "nvme" and late >= 0 and late // self._period % 2 == 0:
             began = time.perf_counter()
-            time.sleep(self._share * self._fastest)
+            time.sleep(max(0.0, self._share * self._fastest))  # other threads sleep while nothing computes
             self._slept += time.perf_counter() - began
 
 

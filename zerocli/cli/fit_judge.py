@@ -11,7 +11,7 @@ from zerocli.cli.fit_question import Question, free_keys
 from zerocli.config import AUTO
 from zerocli.console import printable
 from zerocli.errors import UserError
-from zerocli.layout.sizes import format_bytes
+from zerocli.layout.sizes import format_bytes, format_seconds
 from zerocli.plan.blocks.inputs import Source, model_of
 from zerocli.plan.memory.build import check
 from zerocli.plan.memory.saves import SHARED, folder_of
@@ -79,6 +79,8 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     groups: list[search.Candidate] = []
     if given["shard_ranks"] is not None and not ask.largest:
         groups = search.weigh_groups(planned, verdict.nearest.setup, hardware)
+    elif not (ask.largest or given["auto"]) and verdict.best is not None:
+        notes += _on_groups(search.faster_groups(planned, verdict.best, hardware))
     return dataclasses.replace(verdict, notes=tuple(notes), budget=ask.budget, groups=tuple(groups))
 
 
@@ -134,6 +136,15 @@ def _chosen(ask: Question, model: Model, setup: Setup, hardware: Hardware, notes
         change = search.smallest_change(model, choice.nearest.setup, hardware)
         notes.append(f"sizes of memory are without what --auto leaves free: {automatic.LEFT_FREE}")
     return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change, chosen=named)
+
+
+def _on_groups(faster: search.Candidate | None) -> list[str]:
+    """Return a note on groups of ranks that would be faster, if there is such a candidate."""
+    if faster is None or faster.estimate is None:
+        return []
+    size, seconds = faster.setup.shard_ranks, format_seconds(faster.estimate.seconds)
+    states = " --set parallel.shard_states=all" if faster.setup.copies > 1 else ""
+    return [f"faster in groups of a node's {size} ranks: about {seconds} per step (--shard-ranks {size}{states})"]
 
 
 def _undecided(setup: Setup, free: frozenset[str]) -> Setup:

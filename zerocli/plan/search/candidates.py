@@ -28,6 +28,8 @@ PLACEMENTS = {
     3: ("", "optimizer=cpu", "cpu", "params=cpu,grads=cpu,optimizer=nvme", "nvme"),
 }
 """The placements to try at each stage, those closest to the device first."""
+MIN_GAIN = 0.02
+"""Least share of a step's time by which groups must be faster to be recommended."""
 QUICK_PLAN_ERROR = 0.02
 """Share of a device's memory by which a quick plan without fragmentation may be too high."""
 
@@ -94,6 +96,16 @@ def weigh_groups(model: Model, setup: Setup, hardware: Hardware) -> list[Candida
     sizes = [each for each in divisors(setup.dp) if each % node == 0 or node % each == 0]
     tried = [replace(setup, shard_ranks=size, shard_states=states) for size in sizes for states in SHARD_STATES]
     return [weigh(model, each, hardware) for each in tried if each.shard_states == SHARD_STATES[0] or each.copies > 1]
+
+
+def faster_groups(model: Model, best: Candidate, hardware: Hardware) -> Candidate | None:
+    """Return the best candidate in groups of a node's ranks, if there are several nodes and it is faster."""
+    setup, node = best.setup, best.setup.local_ranks // best.setup.tp
+    if setup.group < setup.dp or not 1 < node < setup.dp or best.estimate is None:
+        return None
+    found = [weigh(model, replace(setup, shard_ranks=node, shard_states=states), hardware) for states in SHARD_STATES]
+    faster = best_of(found)
+    return faster if faster is not None and faster.cost < best.cost * (1 - MIN_GAIN) else None
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
