@@ -120,7 +120,7 @@ class Sharding:
 
     def num_copies(self, ranks: int) -> int:
         """Return the number of groups of these data-parallel ranks that each keep a copy of the parameters."""
-        spread = self.shard_states == "all" and self.stage > 0 and 0 < self.shard_ranks < ranks
+        spread = self.shard_states == "all" and 0 < self.shard_ranks < ranks
         return ranks // self.shard_ranks if spread else 1
 
     def sizing_at(

@@ -33,6 +33,13 @@ class Grouped:
         self.inside.reduce_scatter(part, full, what).wait()
         return self.across.reduce_scatter(shard, part, what)
 
+    def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
+        """See `Collectives.all_reduce`; each rank sums its slice across groups. On a CPU the host waits."""
+        part = self._part(tensor)
+        self.inside.reduce_scatter(part, tensor, what).wait()
+        self.across.all_reduce(part, what).wait()
+        return self.inside.all_gather(tensor, part, what)
+
     def _part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of a buffer inside its group."""
         each = full.numel() // self.inside.world

@@ -4,8 +4,8 @@
 next: each agent counts restarts by itself, and counts none for nodes that leave or join. So rank 0 takes the next
 number from the store, and everything that this attempt writes has that number in its key. A rank that comes before rank
 0 finds the number of the attempt before. That one has another number of ranks, or this rank's place in it is taken, or
-it has ended, or it never completes: only its own rank 0 could complete it, and the next rank 0 says that it is over. The
-rank then takes the next number.
+it has ended, or it never completes: only its own rank 0 could complete it, and the next rank 0 says that it is over.
+The rank then takes the next number.
 
 Ranks with another version of zerocli or torch come here too, so the keys and the form of what is exchanged must not
 change.

@@ -50,13 +50,12 @@ class Reductions:
     def __init__(self, flats: list[Flat], context: Context, plans: BucketPlans, norms: GradientNorms) -> None:
         sizing, device, waits = context.sizing, context.device, context.waits
         self._stage, self._plans, self._norms = sizing.stage, plans, norms
-        self._everyone, self._shards, self._replicas = context.collectives, context.shards, context.replicas
-        self._device = device
+        self._shards, self._replicas, self._device = context.shards, context.replicas, device
         self._waits, self._events = waits, context.events
         self._side = SideStream(device)
-        # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype. With
-        # replicas, each rank of a group has a slice of every piece.
-        slices = self._shards.world if self._replicas.world > 1 else 1
+        # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype. In
+        # groups of ranks, each rank of a group has a slice of every piece.
+        slices = 1 if self._shards is context.collectives else self._shards.world
         self._limits: dict[torch.dtype, int] = {}
         for flat in flats:
             if flat.gradient.is_whole:
@@ -211,7 +210,7 @@ class Reductions:
     def _sum_everywhere(self, whole: torch.Tensor) -> _Finish:
         """Sum a piece over all ranks; of several groups, each rank sums its slice over the replicas."""
         if self._replicas.world == 1:
-            return self._everyone.all_reduce(whole, "gradients").wait
+            return self._shards.all_reduce(whole, "gradients").wait
         each = whole.numel() // self._shards.world
         part = whole[self._shards.rank * each : (self._shards.rank + 1) * each]
 

@@ -95,7 +95,8 @@ def weigh_groups(model: Model, setup: Setup, hardware: Hardware) -> list[Candida
     node = max(1, setup.local_ranks // setup.tp)
     sizes = [each for each in divisors(setup.dp) if each % node == 0 or node % each == 0]
     tried = [replace(setup, shard_ranks=size, shard_states=states) for size in sizes for states in SHARD_STATES]
-    return [weigh(model, each, hardware) for each in tried if each.shard_states == SHARD_STATES[0] or each.copies > 1]
+    differ = [each for each in tried if each.shard_states == SHARD_STATES[0] or (each.copies > 1 and each.stage)]
+    return [weigh(model, each, hardware) for each in differ]
 
 
 def faster_groups(model: Model, best: Candidate, hardware: Hardware) -> Candidate | None:

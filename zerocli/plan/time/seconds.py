@@ -246,7 +246,8 @@ class Wire:
         # of that is counted in each pass.
         once = 1.0 if setup.zero.gradients else 1 / setup.accumulate
         reduce = inside.gather if setup.zero.optimizer else inside.all_reduce
-        add, ways = (across.gather, 1) if setup.copies > 1 else (across.all_reduce, 2)  # which counts bytes twice
+        scatters = setup.copies > 1 and setup.zero.optimizer
+        add, ways = (across.gather, 1) if scatters else (across.all_reduce, 2)  # which counts bytes twice
         gathered, moved = gathered_nbytes(plan), traffic(plan)
 
         def times(share: float) -> UnitTimes:
@@ -257,7 +258,7 @@ class Wire:
                 gather=inside.gather(share * gathered, hardware),
                 reduce=once * reduce(nbytes, hardware, pieces),
                 across=add(share * moved.summed / ways, hardware, pieces) / setup.accumulate,
-                renew=across.gather(share * moved.renewed, hardware),
+                renew=across.gather(share * moved.renewed, hardware) if moved.renewed else 0.0,
             )
 
         self._end, self._block = map(times, shares)

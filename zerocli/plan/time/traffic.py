@@ -37,9 +37,9 @@ def traffic(plan: Plan) -> Traffic:
         reduced = trained * setup.sizing.wire_width(setup.width) * setup.accumulate if setup.zero.gradients else once
         gathered = trained * setup.width if setup.zero.optimizer else once
         inside = reduced + (2 * gathered_nbytes(plan) * setup.accumulate if setup.zero.parameters else gathered)
-    if setup.replicas > 1:
+    if setup.group < setup.dp and (setup.copies == 1 or not setup.zero.optimizer):
         summed = 2 * trained / setup.group * setup.grad_width
-    elif setup.copies > 1:
+    elif setup.group < setup.dp:
         each = setup.accumulate * setup.sizing.wire_width(setup.width) if setup.zero.gradients else setup.grad_width
         summed, renewed = trained / setup.group * each, _renewed(plan) / setup.group
     return Traffic(inside, summed, renewed)
