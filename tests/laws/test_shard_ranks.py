@@ -42,7 +42,7 @@ if LONG:
     whole = {"stage": 2, "optimizer": "adafactor", "weight_decay": 0.0}
     CASES += [
         (PLAIN, {"stage": 3}),
-        (FREE, FREE | SPREAD),
+        *((FREE, FREE | SPREAD | {"stage": stage}) for stage in (0, 2)),
         (FREE, FREE | SPREAD | {"stage": 3, "uneven": False}),
         (FREE, FREE | SPREAD | {"stage": 3, "offload": "nvme"}),
         (FREE, FREE | SPREAD | {"stage": 3, "offload": "optimizer=cpu,grads=cpu"}),
