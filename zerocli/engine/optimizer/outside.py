@@ -5,9 +5,11 @@ random numbers.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import random
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,6 +131,91 @@ def constants(source: Source) -> set[int]:
         for value in group.values():
             found |= _whole(value)
     return found
+
+
+class Outside:
+    """What a rule may read other than parameters, gradients and states, as it was when it was proved.
+
+    With other values the rule may do something else. Of a fraction only the sign counts, so that a schedule of the
+    weight decay changes nothing; the learning rate does not count at all.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: Any) -> None:
+        self._optimizer = optimizer
+        self._classes = _classes(kind) if isinstance(kind, type) else []
+        self._places = [row for each in self._classes for row in _places(vars(each).values(), 2)]
+        self._known: dict[str, Any] | None = None
+        self._now: dict[str, Any] = {}
+
+    def changed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return what differs from what was accepted last, in words such as `self.count`; empty if nothing does."""
+        now = {f"self.{k}": _kind(v) for k, v in vars(self._optimizer).items() if k not in _NOT_READ}
+        for at, group in enumerate(groups):
+            rows = {k: _kind(v) for k, v in group.items() if k not in _NOT_OPTIONS}
+            now |= {f'param_groups[{at}]["{k}"]': kind for k, kind in rows.items()}
+        for each in self._classes:
+            now |= {f"{each.__name__}.{k}": _kind(v) for k, v in vars(each).items() if isinstance(v, _PLAIN)}
+        self._now = now | {name: _kind(read()) for name, read in self._places}
+        if self._known is None:
+            self.accept()
+        assert self._known is not None
+        keys = self._known.keys() | self._now.keys()
+        return min((key for key in keys if self._known.get(key, self) != self._now.get(key, self)), default="")
+
+    def accept(self) -> None:
+        """Take what `changed` saw as known."""
+        self._known = self._now
+
+
+_PLAIN = (bool, int, float, str, list, tuple, dict, set, type(None))
+_NOT_READ = frozenset((*PRIVATE, *HOOKS, *METHODS, "defaults"))
+_NOT_OPTIONS = frozenset(("params", "param_names", "name", "lr", "initial_lr"))
+_MANY = 64
+
+
+def _kind(value: Any, depth: int = 3) -> Any:
+    """Return something that differs if a rule could branch differently on the value: of a fraction, its sign."""
+    if isinstance(value, float):
+        return (value > 0) - (value < 0)
+    if isinstance(value, int | str | None):
+        return value
+    if depth and isinstance(value, list | tuple | dict) and len(value) <= _MANY:
+        rows = value.items() if isinstance(value, dict) else enumerate(value)
+        return tuple((_kind(key, 0), _kind(each, depth - 1)) for key, each in rows)
+    return id(value)
+
+
+def _places(values: Iterable[Any], depth: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the globals and closures with plain values that functions read: the name, and a function that reads it."""
+    for value in values:
+        function = inspect.unwrap(value) if callable(value) else value
+        if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch."):
+            continue
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            yield name, functools.partial(_content, cell)
+        called = []
+        for name in _names(function.__code__):
+            found = function.__globals__.get(name)
+            if isinstance(found, _PLAIN) and name in function.__globals__:
+                yield name, functools.partial(function.__globals__.get, name)
+            elif isinstance(found, types.FunctionType):
+                called.append(found)
+        if depth:
+            yield from _places(called, depth - 1)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _names(each)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _whole(value: Any) -> set[int]:
