@@ -22,8 +22,8 @@ class Refusal(NamedTuple):
 # fmt: off
 REFUSALS = (
     Refusal('`loss.backward()`', '`engine.backward(loss)`', ''),
-    Refusal('reading or changing a released parameter', '`engine.gathered(...)`', 're-initialise-a-layer|clamp-.*|l2-over-parameters|print-a-parameter.*|to-list-of.*|guard-parameter-subclass-read.*|guard-data-.*|states-saved-by-torch|states-of-dcp|guard-parameter-made-from.*'),
-    Refusal('`copy.deepcopy(model)` at stage 3, `AveragedModel(model)`', '`engine.unsharded_model()`, `zerocli.EMA(engine)`', 'deepcopy-.*|averaged-model|dpo-reference-by-deepcopy|ema-by-hand'),
+    Refusal('reading or changing a released parameter', '`engine.gathered(...)`', 're-initialise-a-layer|clamp-.*|l2-over-parameters|print-a-parameter.*|to-list-of.*|guard-parameter-subclass-read.*|guard-data-.*|later-parameters-from-a-vector|states-saved-by-torch|states-of-dcp|guard-parameter-made-from.*'),
+    Refusal('`copy.deepcopy(model)` at stage 3, `copy.copy(module)`, `AveragedModel(model)`', '`engine.unsharded_model()`, `zerocli.EMA(engine)`', 'deepcopy-.*|copy-of-a-block|averaged-model|dpo-reference-by-deepcopy|ema-by-hand'),
     Refusal('`p.grad`, `model.zero_grad()`, `clip_grad_norm_` between backward and step', '`engine.grad`, `engine.zero_grad`, `clip=`', 'clip-grad-norm-of-torch|edit-grad-by-hand|assign-grad-by-hand|zero-grad-of-the-model|guard-parameter-subclass-clipped.*|optim-hook-on-gradients'),
     Refusal('backward of a loss that is older than the last step', 'run forward again', 'backward-of-an-old-graph|stale-(?!deferred).*'),
     Refusal('replacing a parameter object', 'copy into it, or shard anew', 'replace-a-parameter|guard-swapped-tensors'),
@@ -34,7 +34,7 @@ REFUSALS = (
     Refusal('trainable float8 parameters; lazy, sparse or DTensor ones', 'freeze them or train in another dtype; run the model once; make them dense', 'guard-lazy-parameters|odd-lazy|odd-fully-sharded'),
     Refusal('a model in DDP, FSDP or DataParallel, or one without parameters', 'pass the plain module', 'odd-data-parallel-wrapper|odd-without-parameters|odd-parameters-hidden|odd-fully-sharded'),
     Refusal('`torch.compile(fullgraph=True)` around sharded blocks', 'leave `fullgraph` out; `compile=True`', 'odd-compiled-as-one-graph|odd-compiled-in-place-as-one-graph'),
-    Refusal('a TorchScript module as a unit, or given released weights, stage 3', 'the plain module; `units=` around it; `engine.gathered`', 'odd-scripted-blocks|guard-scripted-.*'),
+    Refusal('a TorchScript module as a unit, or given released weights; `torch.jit.trace`, stage 3', 'the plain module; `units=` around it; `engine.gathered`; trace `engine.unsharded_model()`', 'odd-scripted-blocks|guard-scripted-.*|later-traced'),
     Refusal('two parameters on one memory (`b.data = a.data`)', 'share the parameter: `b = a`', 'alias-tied-by-data'),
     Refusal('a numpy array or a DLPack export of a parameter that is kept over `shard`', 'a copy', 'alias-numpy|alias-dlpack'),
     Refusal("a tensor on a parameter's memory, touched after `shard` at stage 3 or under another dtype", 'compute it in forward, or keep a `.clone()`', 'alias-(?!numpy|dlpack|tied|buffer|kept|cached).*'),
@@ -48,6 +48,7 @@ REFUSALS = (
     Refusal('a recomputed block whose buffer begins to change after its first calls, whose input is changed in place, or that takes another path', 'leave it out by `recompute=`', 'recompute-buffer-that-changes-late|recompute-another-path|recompute-input-changed-in-place'),
     Refusal('an optimizer that draws random numbers, or whose `step` needs a closure', 'draw them in the loss; one that steps from gradients', 'optim-draws-random-numbers|optim-python-random|optim-lbfgs'),
     Refusal('an optimizer with `step` replaced on the instance, groups changed after `shard`, `state_dict` hooks', 'a subclass; all groups to `shard`; `engine.optimizer_state_dict()`', 'optim-step-replaced.*|optim-parameter-in-two-groups|optim-two-optimizers|optim-weights-swapped.*'),
+    Refusal('an option, attribute or global that makes an elementwise optimizer another rule, or gives it momentum, after `shard`', 'set it before `shard`', 'later-.*-makes-a-rule-another|later-momentum'),
     Refusal('a `FlatOptimizer` that is not elementwise', 'a `torch.optim.Optimizer`', ''),
     Refusal('ranks that make different calls, shard different models or have different learning rates', 'the same calls in the same order on every rank', 'calls-.*|buffer-.*(rank|ranks|rank-only)|engines-backward-of-different-ones'),
     Refusal('an optimizer that reads or changes frozen parameters, or a class that makes its states from values', 'leave frozen ones out of its groups; an instance', 'optim-(reads-frozen-weights|decays-frozen-parameters|class-with-values.*)'),
