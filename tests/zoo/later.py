@@ -14,6 +14,15 @@ from zoo.rules import Own
 FLAGS = {"centred": False}
 
 
+class Config:
+    """A user's own object with switches."""
+
+    centred = False
+
+
+CONFIG = Config()
+
+
 class Switched(Own):
     """Elementwise until one of its switches is on."""
 
@@ -21,7 +30,7 @@ class Switched(Own):
         self.centred = False
 
     def update(self, p, grad, state, group):
-        if group["centred"] or self.centred or FLAGS["centred"]:
+        if group["centred"] or self.centred or FLAGS["centred"] or CONFIG.centred:
             grad = grad - grad.mean()
         if group["limit"] is not None:
             grad = grad.clamp(-group["limit"], group["limit"])
@@ -31,19 +40,20 @@ class Switched(Own):
 def _late(name: str, switch, **about) -> None:
     @case(f"later-{name}", **about)
     def program(run):
-        trainer, rule = given(run, over(Switched, centred=False, limit=None), Stack)
+        trainer, rule = given(run, over(Switched, centred=False, limit=None, betas=(0.9, [1, None])), Stack)
         run.train(trainer, 2)
         try:
             switch(rule)
             run.train(trainer, 2)
         finally:
-            FLAGS["centred"] = False
+            FLAGS["centred"] = CONFIG.centred = False
 
 
 for _name, _switch in {
     "option-makes-a-rule-another": lambda rule: rule.param_groups[0].update(centred=True),
     "attribute-makes-a-rule-another": lambda rule: setattr(rule, "centred", True),
     "global-makes-a-rule-another": lambda rule: FLAGS.update(centred=True),
+    "object-makes-a-rule-another": lambda rule: setattr(CONFIG, "centred", True),
 }.items():
     _refused = refused("Switched", "has changed", "mean", "before shard")
     _late(_name, _switch, below3=_refused, at3=_refused)

@@ -214,7 +214,7 @@ class TorchOptimizer(FlatOptimizer):
         self.verdict, self._shapes = verdict, set(shapes)
         if source.instance is not None:
             self.template.follow(source.instance)
-        self._outside = Outside(self.template.prototype, source.kind)
+        self._outside = Outside(self.template.prototype, source)
 
     def look(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise Refused if the rule is no longer elementwise, because of something that the user has changed."""

@@ -93,7 +93,7 @@ class PersistentOptimizer(WholeRule):
         self._states = dict(self.object.state)
         self._names = {id(p): name for name, p in self._stand_ins.items()}
         self._attributes = {key: frozen(value) for key, value in vars(self.object).items()}
-        self._outside = Outside(self.object, self._source.kind)
+        self._outside = Outside(self.object, self._source)
         self._show_real()
         return self.object
 
