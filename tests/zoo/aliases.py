@@ -255,6 +255,17 @@ def from_numpy(run):
     _steps(run, run.shard(make), 0, 3)
 
 
+STORED = refused("storage of blocks.0.up.weight", "clone")
+
+
+@case("alias-storage", below3=STORED, at3=STORED)
+def storage_kept(run):
+    run.kept = run.build(Regressor)
+    storage = run.kept.blocks[0].up.weight.untyped_storage()
+    _steps(run, run.shard(run.kept), 0, 1)
+    run.log("bytes", sum(storage.tolist()))
+
+
 EXPORTED = refused("blocks.0.up.weight", "DLPack")
 
 

@@ -15,6 +15,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     guards,
     hooks,
     identity,
+    later,
     loops,
     memory,
     modules,

@@ -42,6 +42,14 @@ def deepcopied_block(run):
     run.log("copy", block(run.randn(7, 2, 8)))
 
 
+COPIED = refused("copy.copy", "unsharded_model")
+
+
+@case("copy-of-a-block", below3=COPIED, at3=COPIED)
+def copied_block(run):
+    copy.copy(run.shard(Stack).model.blocks[0])
+
+
 @case("averaged-model", at3=WHOLE)
 def averaged(run):
     trainer = run.shard(Stack)

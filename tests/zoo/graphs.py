@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from zoo.blocks import WIDTH, Block, Regressor, Stack, pairs
 from zoo.case import case, either, refused
@@ -107,6 +108,147 @@ def maml_copy(run):
             target = other(x)
         trainer.backward(F.mse_loss(trainer(x), target))
         trainer.step()
+
+
+class Recomputing(torch.autograd.Function):
+    """A user's own checkpoint, whose backward calls backward."""
+
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+class Adjoint(torch.autograd.Function):
+    """As the adjoint of a Neural ODE: parameters are inputs, and get the gradients that backward computes itself."""
+
+    @staticmethod
+    def forward(ctx, block, x, *params):
+        ctx.block, ctx.params = block, params
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + 0.1 * block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = x + 0.1 * ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.params), grad)
+
+
+class OwnFunctions(Net):
+    def forward(self, x):
+        x = self[0](x)
+        x = Adjoint.apply(self[1], x, *self[1].parameters())
+        return Recomputing.apply(self[0], Recomputing.apply(self[2], x))
+
+
+@case("own-functions-that-run-blocks-in-backward")
+def own_functions(run):
+    trainer = run.shard(OwnFunctions)
+    for step in range(3):
+        x, y = pairs(run, step)
+        trainer.backward(F.mse_loss(trainer(x), y))
+        trainer.step()
+
+
+class Implicit(nn.Module):
+    """A fixed point; a hook on it solves for the gradient with the block's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        def again(z):
+            return 0.3 * torch.tanh(self.block(z) + x)
+
+        with torch.no_grad():
+            z = again(again(torch.zeros_like(x)))
+        z = again(z)
+        if torch.is_grad_enabled():
+            start = z.detach().requires_grad_()
+            end = 0.3 * torch.tanh(self.block(start) + x.detach())
+
+            def solve(grad):
+                for _ in range(2):
+                    grad = torch.autograd.grad(end, start, grad, retain_graph=True)[0] + grad
+                return grad
+
+            z.register_hook(solve)
+        return z
+
+
+@case("implicit-layers")
+def implicit(run):
+    trainer = run.shard(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Implicit(), Implicit()))
+    for step in range(3):
+        x, y = pairs(run, step)
+        trainer.backward(F.mse_loss(trainer(x), y))
+        trainer.step()
+
+
+class Repeating(nn.Module):
+    """Calls its first block twice; the first output does not depend on the second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        first = self.blocks[0](self.blocks[2](self.stem(x)))
+        return first, checkpoint(self.blocks[0], first, use_reentrant=False)
+
+
+@case("two-losses-of-a-block-that-is-used-twice")
+def two_losses(run):
+    """A retained graph of which the first pass reaches one call of the block, and the second one both."""
+    trainer = run.shard(Repeating, accumulate=2)
+    for step in range(2):
+        x, y = pairs(run, step)
+        first, second = trainer(x)
+        trainer.backward(F.mse_loss(first, y), retain_graph=True)
+        trainer.backward(F.mse_loss(second, y))
+        trainer.step()
+
+
+@case("recompute-penalty-and-another-pass")
+def penalty_and_pass(run):
+    """What a second derivative reads of a recomputed block outlives the block's checkpoint."""
+    trainer = run.shard(Net, recompute=True)
+    for step in range(2):
+        x, y = pairs(run, step)
+        mixed = (x + y).requires_grad_()
+        (slope,) = torch.autograd.grad(trainer(mixed).sum(), mixed, create_graph=True)
+        trainer.backward(trainer(x).mean() - trainer(y).mean() + (slope.norm(dim=1) - 1).square().mean())
+        trainer.step()
+
+
+@case("loss-without-a-gradient")
+def no_gradient(run):
+    trainer = run.shard(Net)
+    x, y = pairs(run, 0)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            loss = F.mse_loss(trainer(x), y)
+        run.refused(lambda loss=loss: trainer.backward(loss), "no_grad")
+        run.values.clear()
+    run.refused(lambda: trainer.backward(trainer(x)), "one element")
+    run.values.clear()
+    trainer.backward(F.mse_loss(trainer(x), y))
+    trainer.step()
 
 
 @case("loss-backward-refused-then-going-on", also=("stage0", "stage1", "stage3-cpu"), gpu=True)

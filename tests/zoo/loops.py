@@ -101,6 +101,16 @@ def gradient(run):
         trainer.step()
 
 
+@case("gradient-by-name-between-passes")
+def gradient_between(run):
+    trainer = run.shard(Stack, accumulate=2)
+    for step in range(2):
+        for part in range(2):
+            trainer.backward(trainer(run.tokens(2 * step + part, 4, 8)))
+            run.log("so far", trainer.grad("blocks.1.up.weight"))
+        trainer.step()
+
+
 @case("gradient-by-name-of-an-unused-parameter")
 def no_gradient(run):
     def make():

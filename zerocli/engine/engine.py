@@ -272,6 +272,11 @@ class Engine:
 
     def before_forward(self) -> None:
         """Lay out newly unfrozen parameters as trainable; called before each outermost forward."""
+        if self.gatherer.moves and torch._C._get_tracing_state() is not None:
+            raise Refused(
+                "torch.jit.trace would record parameters that are gathered for this call only: trace the copy that "
+                "engine.unsharded_model() returns"
+            )
         if torch.is_grad_enabled() and (changed := relayout.unfrozen(self.units)):
             relayout.refit(self, changed)
             self.connect()
@@ -315,7 +320,7 @@ class Engine:
             "engine.step()", lambda: (passes, [group.plain() for group in groups]), lambda: called_step(passes, groups)
         )
         if not self.has_gradients:
-            raise RuntimeError("step() needs a backward(loss) before it")
+            raise Refused("step() needs a backward(loss) before it")
         if self.passes.count < self.settings.accumulate:
             self.reducer.finish_early()
         if self._held_whole:

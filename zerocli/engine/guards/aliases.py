@@ -25,6 +25,7 @@ from zerocli.engine.guards.holders import (
     held_in_cpp,
     is_own,
     keeper,
+    keeps_storage,
     live_tensors,
     on_storages,
     saved_by_graphs,
@@ -173,6 +174,12 @@ class Aliases:
             raise Refused(
                 f"{names[0]} shares memory with a numpy array, which would not follow its updates: make the array a "
                 "copy, p.detach().numpy().copy(), before shard"
+            )
+
+        if kept := [members[0][0] for members in groups.values() if keeps_storage(members[0][1])]:
+            raise Refused(
+                f"the storage of {kept[0]} is kept as an object, which would not follow the parameter's updates: "
+                "drop it, or keep a copy of the values (.clone()), before shard"
             )
 
     def find_in(self, flats: Iterable[Flat]) -> None:

@@ -41,6 +41,21 @@ def _counted_alone() -> int:
 _COUNTED_ALONE = _counted_alone()
 
 
+def keeps_storage(tensor: torch.Tensor) -> bool:
+    """Whether the program keeps the object of a tensor's storage; files that are mapped into memory keep theirs."""
+    storage = tensor.untyped_storage()
+    return storage.resizable() and sys.getrefcount(storage) > _REFERENCES
+
+
+def _references() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()  # the tensor refers to it as well
+    return sys.getrefcount(storage)
+
+
+_REFERENCES = _references()
+
+
 _OWN = "_zerocli_own"
 
 

@@ -62,6 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._show_groups_of(self._rule.adopt(parameters, arranged.group_of, engine.device))
         elif self._instance is not None:
             self._instance.state = HeldStates(dict)
+        self._rule.look(self.param_groups)
 
     def _show_groups_of(self, made: torch.optim.Optimizer) -> None:
         """Show the groups of the optimizer object that makes the steps, so that changes to them reach it."""
@@ -110,9 +111,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def hyperparameters(self, step: int) -> tuple[Group, ...]:
         """Return each group's hyperparameters for a step; if lr is a function, update `param_groups` to its value."""
         self._refuse_changed_groups()
+        self._rule.look(self.param_groups)
         if self._schedule is not None:
             if [group["lr"] for group in self.param_groups] != self._shown:
-                raise RuntimeError(
+                raise Refused(
                     "the learning rate is a function of the step, lr=..., and something else has set it as well: "
                     "give shard a number as lr to use a scheduler"
                 )
@@ -168,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "_shown" in vars(self):
-            raise RuntimeError("parameters are in groups from the start: give shard groups=[zerocli.ParamGroup(...)]")
+            raise Refused("parameters are in groups from the start: give shard groups=[zerocli.ParamGroup(...)]")
         # Unwrapped: torch's wrapper loads the compiler, which takes a second per rank.
         inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 

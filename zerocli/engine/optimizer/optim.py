@@ -8,12 +8,14 @@ and stays in cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zerocli.errors import RefusedValue
 
 Arrays = Mapping[str, Tensor]
 """The states of a piece or of a parameter, by name."""
@@ -125,6 +127,9 @@ class FlatOptimizer(ABC):
     def check(self, group: Group) -> None:  # noqa: B027 (optional)
         """Raise ValueError if the group's hyperparameters are not supported."""
 
+    def look(self, groups: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 (optional)
+        """Notice what the user has changed since the last step; called before each one with `param_groups`."""
+
     def advance(self, group: Group, at: At) -> None:  # noqa: B027 (optional)
         """Prepare a step's updates; called for every (group, history) pair that is updated on any rank."""
 
@@ -182,7 +187,7 @@ class FusedAdam(FlatOptimizer):
 
     def check(self, group: Group) -> None:
         if group.options["amsgrad"] and "max_exp_avg_sq" not in self.state_names:
-            raise ValueError("amsgrad was not asked for when the model was sharded, so there is no memory for it")
+            raise RefusedValue("amsgrad was not asked for when the model was sharded, so there is no memory for it")
 
     def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         options = group.options
@@ -216,9 +221,9 @@ class FusedSGD(FlatOptimizer):
 
     def check(self, group: Group) -> None:
         if group.options["momentum"] and not self.state_names:
-            raise ValueError("momentum was 0 when the model was sharded, so there is no memory for it")
+            raise RefusedValue("momentum was 0 when the model was sharded, so there is no memory for it")
         if group.options["dampening"]:
-            raise ValueError("dampening was 0 when the model was sharded: give it to shard, or to the instance")
+            raise RefusedValue("dampening was 0 when the model was sharded: give it to shard, or to the instance")
 
     def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         options = group.options

@@ -4,10 +4,14 @@ random numbers.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
+import inspect
 import random
+import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,6 +133,104 @@ def constants(source: Source) -> set[int]:
         for value in group.values():
             found |= _whole(value)
     return found
+
+
+class Outside:
+    """What a rule may read other than parameters, gradients and states, as it was when it was proved.
+
+    With other values the rule may do something else. Of a fraction only the sign counts, and of a whole number which
+    numbers of the rule's code it has passed: a schedule of the weight decay, or an epoch, changes nothing by itself.
+    The learning rate does not count at all.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, source: Source) -> None:
+        self._optimizer = optimizer
+        self._classes = _classes(source.kind) if isinstance(source.kind, type) else []
+        self._places = [row for each in self._classes for row in _places(vars(each).values(), 2)]
+        self._numbers = sorted(constants(source))
+        self._known: dict[str, Any] | None = None
+        self._now: dict[str, Any] = {}
+
+    def changed(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return what differs from what was accepted last, in words such as `self.count`; empty if nothing does."""
+        now = {f"self.{k}": self._kind(v) for k, v in vars(self._optimizer).items() if k not in _NOT_READ}
+        for at, group in enumerate(groups):
+            rows = {k: self._kind(v) for k, v in group.items() if k not in _NOT_OPTIONS}
+            now |= {f'param_groups[{at}]["{k}"]': kind for k, kind in rows.items()}
+        for each in self._classes:
+            now |= {f"{each.__name__}.{k}": self._kind(v) for k, v in vars(each).items() if k[:2] != "__"}
+        self._now = now | {name: self._kind(read()) for name, read in self._places}
+        if self._known is None:
+            self.accept()
+        assert self._known is not None
+        keys = self._known.keys() | self._now.keys()
+        return min((key for key in keys if self._known.get(key, self) != self._now.get(key, self)), default="")
+
+    def accept(self) -> None:
+        """Take what `changed` saw as known."""
+        self._known = self._now
+
+    def _kind(self, value: Any, depth: int = 3) -> Any:
+        """Return something that differs if a rule could branch differently on the value."""
+        if isinstance(value, float):
+            return (value > 0) - (value < 0)
+        if isinstance(value, str | bool | None):
+            return value
+        if isinstance(value, int):
+            return (value > 0) - (value < 0), bisect.bisect(self._numbers, value), value in self._numbers
+        rows: Mapping[Any, Any] = {}
+        if isinstance(value, list | tuple):
+            rows = dict(enumerate(value[: _MANY + 1]))
+        elif not isinstance(value, _OPAQUE):
+            rows = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        if not depth or not rows or len(rows) > _MANY:
+            return id(value)
+        names = [key if isinstance(key, int | str) else id(key) for key in rows]
+        return tuple(zip(names, [self._kind(each, depth - 1) for each in rows.values()], strict=True))
+
+
+_NOT_READ = frozenset((*PRIVATE, *HOOKS, *METHODS, "defaults"))
+_NOT_OPTIONS = frozenset(("params", "param_names", "name", "lr", "initial_lr"))
+_OPAQUE = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, types.FunctionType, types.MethodType, types.ModuleType)
+"""What is told apart by identity alone."""
+_MANY = 64
+
+
+def _places(values: Iterable[Any], depth: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the globals and closures that functions read: the name, and a function that reads it."""
+    for value in values:
+        function = inspect.unwrap(value) if callable(value) else value
+        if not isinstance(function, types.FunctionType) or _foreign(function.__module__):
+            continue
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            yield name, functools.partial(_content, cell)
+        known, names = function.__globals__, set(_names(function.__code__))
+        for name in sorted(names & known.keys()):
+            if not isinstance(known[name], types.ModuleType):
+                yield name, functools.partial(known.get, name)
+            elif not _foreign(name):  # config.CENTRED
+                inner = vars(known[name])
+                yield from ((f"{name}.{each}", functools.partial(inner.get, each)) for each in names & inner.keys())
+        if depth:
+            yield from _places([known[name] for name in names & known.keys()], depth - 1)
+
+
+def _foreign(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "np", "numpy", *sys.stdlib_module_names)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _names(each)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _whole(value: Any) -> set[int]:

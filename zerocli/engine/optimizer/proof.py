@@ -8,6 +8,7 @@ parameters are given to it at once, as plain torch does.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,13 +169,13 @@ def set_count(state: State, name: str, value: int) -> None:
 
 
 def gradients(
-    members: Sequence[Specimen], step: int, device: str, chosen: Collection[int] | None = None
+    members: Sequence[Specimen], step: int, device: str, chosen: Collection[int] | None = None, needed: bool = False
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of a step; some are missing in one of them, and those of frozen parameters always."""
+    """Return the gradients of a step; those of frozen parameters are missing, and unless `needed`, some others once."""
     generator = torch.Generator().manual_seed(1000 + step)
     found: list[torch.Tensor | None] = []
     for at, member in enumerate(members):
-        there = member.trains and not skipped(at, step) and (chosen is None or at in chosen)
+        there = member.trains and (needed or not skipped(at, step)) and (chosen is None or at in chosen)
         scale = SCALES[step % len(SCALES)]
         found.append((torch.randn(member.small, generator=generator) * scale).to(device) if there else None)
     return found
@@ -201,6 +202,8 @@ class Reference:
     asked: list[str]
     """Attributes of parameters that the rule reads, other than those of every parameter."""
     touches_all: bool
+    needs_all: bool
+    """Whether it fails if a parameter has no gradient."""
 
     def grads(self) -> Iterator[list[torch.Tensor | None]]:
         """Yield the gradients of each step; a rule may change them."""
@@ -208,10 +211,11 @@ class Reference:
             yield [None if grad is None else grad.clone() for grad in self.steps[step]]
 
 
-def observe(source: Source, members: Sequence[Specimen], device: str = "cpu") -> Reference:
+def observe(source: Source, members: Sequence[Specimen], device: str = "cpu", needs_all: bool = False) -> Reference:
     """Run the optimizer as plain torch would, and return what was seen; Refused if it cannot be run so.
 
-    That is on the CPU, whose operations are the same for any shape, or else on the device of the parameters.
+    That is on the CPU, whose operations are the same for any shape, or else on the device of the parameters. What fails
+    because a gradient is missing is tried with all of them: `needs_all`.
     """
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(m.small, generator=generator).to(device) for m in members]
@@ -220,14 +224,15 @@ def observe(source: Source, members: Sequence[Specimen], device: str = "cpu") ->
     try:
         trial = Trial(source, members, starts)
         before = kept_outside(trial.optimizer)
-        steps = [gradients(members, step, device) for step in range(STEPS)]
-        found = Reference(source, list(members), starts, steps, [], [], [], flow, [], False)
+        steps = [gradients(members, step, device, needed=needs_all) for step in range(STEPS)]
+        found = Reference(source, list(members), starts, steps, [], [], [], flow, [], False, needs_all)
         for step, grads in enumerate(found.grads()):
             found.touches_all |= _watched(trial, flow, grads)
             if step == 0:
                 _trace_counts(trial)
         found.values, found.states = [p.detach().clone() for p in trial.parameters], _copies(trial.states())
-        _observe_late(trial, flow, constants(source))
+        if not needs_all:
+            _observe_late(trial, flow, constants(source))
         after = kept_outside(trial.optimizer)
         found.changed = [key for key in after if after[key] != before.get(key)]
         if any(m.small != m.shape for m in members):
@@ -235,6 +240,9 @@ def observe(source: Source, members: Sequence[Specimen], device: str = "cpu") ->
     except Refused:
         raise
     except Exception as error:
+        if not needs_all:
+            with contextlib.suppress(Refused):
+                return observe(source, members, device, needs_all=True)
         there = {m.real.device.type for m in members if m.real is not None} - {"meta", device}
         if there:
             return observe(source, members, there.pop())

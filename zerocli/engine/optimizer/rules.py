@@ -106,7 +106,10 @@ def make_optimizer(choice: OptimizerChoice, options: Mapping[str, Any]) -> FlatO
     if isinstance(choice, type) and issubclass(choice, FlatOptimizer):
         return choice(**options)
     if not callable(choice):
-        raise ValueError(f"optimizer {choice!r} is no name, class or instance of an optimizer")
+        raise RefusedValue(
+            f"optimizer {choice!r} is no name, class or instance of an optimizer: make its class a subclass of "
+            "torch.optim.Optimizer"
+        )
     return _of_class(choice, getattr(choice, "__name__", str(choice)), options)
 
 
@@ -165,9 +168,7 @@ def _proved(source: Source, members: Sequence[Specimen], template: Template) -> 
     verdict, rule = decide(source, members)
     if rule is None:
         return PersistentOptimizer(source, verdict, template)
-    rule.verdict = verdict
-    if source.instance is not None:
-        rule.template.follow(source.instance)
+    rule.proved(verdict, source, ((m.group, m.small) for m in members))
     return rule
 
 

@@ -7,18 +7,20 @@ Muon and Adafactor, it runs on whole parameters (`WholeOptimizer`). Other classe
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerocli.engine.optimizer.copies import HOOKS, construct
+from zerocli.engine.optimizer.copies import HOOKS, Source, construct
+from zerocli.engine.optimizer.dataflow import Dataflow
 from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, Group, History, Row, WholeRule
-from zerocli.engine.optimizer.outside import without_hooks
+from zerocli.engine.optimizer.outside import Outside, random_restored, without_hooks
 from zerocli.engine.optimizer.proof import Verdict, is_number
-from zerocli.errors import RefusedValue
+from zerocli.errors import Refused, RefusedValue
 
 State = dict[str, Any]
 _OWN = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "state", "param_groups", *HOOKS)
@@ -49,6 +51,11 @@ class Template:
             {name: self._start(name, value, sample) for name, value in prototype.state.get(sample, {}).items()}
             for sample in samples
         ]
+
+    @property
+    def prototype(self) -> torch.optim.Optimizer:
+        """The optimizer that has its attributes."""
+        return self._prototype
 
     def follow(self, instance: torch.optim.Optimizer) -> None:
         """Take the attributes from a user's instance from now on."""
@@ -183,6 +190,9 @@ class TorchOptimizer(FlatOptimizer):
         self.template, self.state_names, self.defaults = template, tuple(arrays), template.defaults
         self.verdict: Verdict | None = None
         """The proof that it may run on slices; None for rules of torch.optim."""
+        self._outside: Outside | None = None
+        self._shapes: set[tuple[int, tuple[int, ...]]] = set()
+        """Group and reduced shape of the parameters that it was proved for."""
         self._like = scalars
         """An example of each scalar, for its type."""
         self.has_scalars = bool(scalars)
@@ -198,6 +208,41 @@ class TorchOptimizer(FlatOptimizer):
 
     def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in group.items() if name in self._own or name in self.defaults}
+
+    def proved(self, verdict: Verdict, source: Source, shapes: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """Say that a user's rule may run on slices, by a trial with such parameters."""
+        self.verdict, self._shapes = verdict, set(shapes)
+        if source.instance is not None:
+            self.template.follow(source.instance)
+        self._outside = Outside(self.template.prototype, source)
+
+    def look(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise Refused if the rule is no longer elementwise, because of something that the user has changed."""
+        if self._outside is None or not (changed := self._outside.changed(groups)):
+            return
+        if why := self._not_elementwise(groups):
+            raise Refused(
+                f"the optimizer {self.template.name} runs on each rank's slice of the parameters, and since {changed} "
+                f"has changed it {why}: set that before shard, which then runs it on whole parameters"
+            )
+        self._outside.accept()
+
+    def _not_elementwise(self, groups: Sequence[Mapping[str, Any]]) -> str:
+        """Return what speaks against running the rule on slices with these options; empty if nothing does."""
+        for at, shape in sorted(self._shapes):
+            group = Group(0.1, float(groups[at].get("weight_decay", 0.0)), self.options_in(groups[at]), at)
+            master, state, flow = torch.linspace(-1.0, 1.0, math.prod(shape)).view(shape), None, Dataflow()
+            flow.own(master, 0)
+            for scale in (1.0, 1e-3):
+                grad = torch.full(shape, scale)
+                flow.own(grad, 0)
+                with random_restored(), flow:
+                    state = self.template.run(master, grad, state, group)
+            if flow.draws:
+                return f"draws random numbers ({flow.draws})"
+            if flow.mixes or flow.decides:
+                return f"calls {flow.mixes}" if flow.mixes else "reads values of tensors into Python"
+        return ""
 
     def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         if at.skip.item():  # the only optimizer path that syncs with the device: torch's rules cannot skip a step

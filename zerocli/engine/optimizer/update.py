@@ -17,6 +17,7 @@ from offload.record import UNIT
 from tiers.transfer import Transfer
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.grouped import Shards
+from zerocli.engine.guards.holders import mark_own
 from zerocli.engine.optimizer.counts import Counts, within
 from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group, StepValues, WholeRule
@@ -358,6 +359,7 @@ class Updater:
             transfer.wait() if place == self._device else transfer.synchronize()
         if not flat.offloaded and not job.arrays:
             job.arrays, job.target = self._arrays(job, slot), self._target(job, slot)
+            mark_own(*job.arrays.values(), *(() if job.target is None else (job.target,)))
         arrays = job.arrays or self._arrays(job, slot)
         target = job.target if job.arrays else self._target(job, slot)
         grad = self._grad(job, slot)

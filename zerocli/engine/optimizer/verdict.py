@@ -67,6 +67,8 @@ def decide(source: Source, members: Sequence[Specimen]) -> tuple[Verdict, TorchO
 
 def _for_all(reference: Reference) -> str:
     """Return why all parameters have to be given to the optimizer at once; empty if nothing observed says so."""
+    if reference.needs_all:
+        return "it fails if a parameter has no gradient"
     if reference.changed:
         return f"it changes {reference.changed[0]}, once per step for all parameters"
     if reference.touches_all:

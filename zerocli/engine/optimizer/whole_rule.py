@@ -18,7 +18,7 @@ from torch import nn
 
 from zerocli.engine.optimizer.copies import HOOKS, METHODS, Source, substitute
 from zerocli.engine.optimizer.optim import At, Group, History, Row, WholeRule
-from zerocli.engine.optimizer.outside import PRIVATE, frozen, without_hooks
+from zerocli.engine.optimizer.outside import PRIVATE, Outside, frozen, without_hooks
 from zerocli.engine.optimizer.proof import TOGETHER, Verdict
 from zerocli.engine.optimizer.torchrule import Template
 from zerocli.errors import Refused
@@ -64,6 +64,7 @@ class PersistentOptimizer(WholeRule):
         """Whether all parameters are given to it at once."""
         self.object: torch.optim.Optimizer
         self._source = source
+        self._outside: Outside | None = None
         self._stand_ins: dict[str, nn.Parameter] = {}
         self._real: dict[str, nn.Parameter] = {}
         self._states: dict[Any, Any] = {}
@@ -92,8 +93,14 @@ class PersistentOptimizer(WholeRule):
         self._states = dict(self.object.state)
         self._names = {id(p): name for name, p in self._stand_ins.items()}
         self._attributes = {key: frozen(value) for key, value in vars(self.object).items()}
+        self._outside = Outside(self.object, self._source)
         self._show_real()
         return self.object
+
+    def look(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give all parameters to the object at once from now on if it may no longer treat them one by one."""
+        if self._outside is not None and not self.together:
+            self.together = bool(self._outside.changed(groups))
 
     def _refuse_values(self) -> None:
         for state in self.object.state.values():

@@ -203,7 +203,9 @@ class Activations:
         """Return the input if it is still on the device; None if partitioned, so that all ranks take the same path."""
         if checkpoint.fetched is not None:
             return checkpoint.fetched
-        return checkpoint.saved.held() if self._group.world == 1 else None
+        held = checkpoint.saved.held() if self._group.world == 1 else None
+        # With create_graph, what is recomputed now may be read after the checkpoint's memory was given to another one.
+        return held.clone() if held is not None and torch.is_grad_enabled() else held
 
     def _start(self, checkpoint: Checkpoint) -> Arrival:
         slot = checkpoint.saved.slot

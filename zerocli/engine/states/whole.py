@@ -116,7 +116,7 @@ def gradient(engine: Engine, name: str) -> torch.Tensor | None:
 def _whole_gradient(engine: Engine, flat: Flat) -> torch.Tensor:
     """Return a flat's gradient on the CPU, summed over the ranks but not yet divided."""
     if flat.gradient.whole is not None and not engine.reducer.reduced:
-        total = flat.gradient.whole.float()
+        total = flat.gradient.whole.to(torch.float32, copy=True)  # later passes add to this rank's own sum
         engine.collectives.all_reduce(total).wait()
         engine.forget_traffic()
         return total.cpu()

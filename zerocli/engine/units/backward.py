@@ -12,7 +12,7 @@ import torch
 
 from zerocli.engine.comm import Disagreed
 from zerocli.engine.guards.parameters import Gradients
-from zerocli.errors import Refused
+from zerocli.errors import Refused, RefusedValue
 from zerocli.ranks.loss import Severed
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Backward:
                     (loss * seed).backward(retain_graph=retain_graph)
             self._engine.reducer.launch_rest()
             for each in self._participants():
-                each._end()
+                each._end(retain_graph)
         except BaseException as error:
             self._told = True
             refusal = self._engine.hooks.explained(error)
@@ -70,7 +70,12 @@ class Backward:
 
     def _check(self, loss: torch.Tensor, create_graph: bool) -> None:
         if loss.numel() != 1:
-            raise ValueError(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
+            raise RefusedValue(f"backward needs a loss of one element, not of shape {tuple(loss.shape)}")
+        if not loss.requires_grad:
+            raise Refused(
+                "this loss has no gradient: it was computed under no_grad or inference_mode, was detached, or depends "
+                "on no trainable parameter"
+            )
         if create_graph:
             raise Refused(
                 "gradients of gradients are taken with torch.autograd.grad(..., create_graph=True) in the loss; "
@@ -172,7 +177,7 @@ class Backward:
     def _begin(self, joining: bool = False) -> None:
         engine, accumulate = self._engine, self._accumulate
         if self.count >= accumulate:
-            raise RuntimeError(
+            raise Refused(
                 f"backward was called {self.count + 1} times before step(); shard(..., accumulate={self.count + 1}) "
                 "adds the gradients of several backward passes"
             )
@@ -183,10 +188,10 @@ class Backward:
         engine.reducer.begin(first=self.count == 0, last=self.count == accumulate - 1, joining=joining)
         self.gradients.in_backward = True
 
-    def _end(self) -> None:
+    def _end(self, retained: bool) -> None:
         engine = self._engine
         engine.reducer.finish()
-        engine.hooks.end_backward()
+        engine.hooks.end_backward(retained)
         engine.gatherer.release_all()
         self.count += 1
         self.gradients.in_backward, self.gradients.pending = False, True

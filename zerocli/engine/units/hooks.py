@@ -169,8 +169,8 @@ class Hooks:
 
         reach = ReachableState(unit.title, unit.module, self._outside)
 
-        def inner(kept: KeptOutputs | None, call: RecomputedCall, spec: TreeSpec, *leaves: Any) -> Any:
-            args, kwargs = call.arguments(spec, leaves)
+        def inner(kept: KeptOutputs | None, call: RecomputedCall, where: tuple[TreeSpec, list[int]], *each: Any) -> Any:
+            args, kwargs = call.arguments(where[0], [each[at] for at in where[1]])
             # In backward its buffer may have gone to another unit since.
             engine.gatherer.need(unit)
             self._recomputing += 1
@@ -197,7 +197,11 @@ class Hooks:
                         return output
                 kept = KeptOutputs() if selective else None
                 call = RecomputedCall(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
-                return checkpoint(inner, kept, call, spec, *leaves, use_reentrant=False)
+                # Each object once: attention projects its inputs together where query, key and value are one tensor.
+                places = {id(leaf): at for at, leaf in enumerate(leaves)}
+                at = {place: index for index, place in enumerate(places.values())}
+                where = (spec, [at[places[id(leaf)]] for leaf in leaves])
+                return checkpoint(inner, kept, call, where, *(leaves[place] for place in at), use_reentrant=False)
 
         return outer
 
@@ -288,7 +292,9 @@ class Hooks:
         """Treat the unit's gradients as complete only when backward ends: its parameters are used elsewhere too."""
         self._unsure.add(unit.index)
 
-    def end_backward(self) -> None:
+    def end_backward(self, retained: bool) -> None:
+        if retained:  # other calls of the graph than in this pass may follow, or the same ones again
+            self._unsure.update(self._open)
         self._backward_units.clear()
         self._ends.clear()
 

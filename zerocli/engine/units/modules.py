@@ -34,11 +34,31 @@ class Entry:
         self.root = self.own and unit.index == 0
         self.before = module.__dict__.get("forward")
         """The forward that the user had set on the instance, if any."""
-        self.body: Callable[..., Any] = linear_forward(module) or module.forward
+        self.body: Callable[..., Any] = linear_forward(module) or _present_forward(module)
         self.methods: list[str] = []
         """Attributes of the instance that sharding added."""
         self.called = False
         """Whether the next forward belongs to a `__call__` in progress."""
+
+
+class _ClassForward:
+    """The forward that a module's class has at each call: libraries replace it on the class, also after `shard`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__self__ = module
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        return type(self.__self__).forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+
+def _present_forward(module: nn.Module) -> Callable[..., Any]:
+    forward: Callable[..., Any] = module.forward
+    of_class = getattr(forward, "__func__", None) is getattr(type(module), "forward", module)
+    return _ClassForward(module) if of_class else forward
 
 
 def wrap(module: nn.Module, unit: Unit, hooks: Hooks) -> Entry:
@@ -172,6 +192,6 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _refuse_pickling(module: nn.Module, protocol: Any) -> Any:
     raise Refused(
-        f"a sharded {type(module).__name__} cannot be pickled: save engine.state_dict(), or the module that "
-        "engine.unsharded_model() returns"
+        f"a sharded {type(module).__name__} cannot be pickled, nor copied by copy.copy: save engine.state_dict(), or "
+        "take the copy that engine.unsharded_model() returns"
     )
