@@ -92,6 +92,23 @@ def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
 
 
 @pytest.mark.long
+def test_a_killed_rank_of_one_of_two_nodes_brings_both_back(tmp_path, whole):
+    """The other agent sees a node that waits, and does not count that as a restart."""
+    held = hold_port()
+    options = elastic(held.getsockname()[1], last_call=20)
+    options[options.index("1:2")] = "2"
+    agents = [torchrun(tmp_path, *options, log=log) for log in ("first", "second")]
+    try:
+        wait_for_a_checkpoint(tmp_path, agents)
+        os.kill(workers(agents[1])[0], signal.SIGKILL)
+        assert [agent.wait(240) for agent in agents] == [0, 0], (tmp_path / "first").read_text()
+    finally:
+        kill_all(agents)
+        held.close()
+    assert losses(tmp_path / "run") == whole
+
+
+@pytest.mark.long
 def test_a_node_that_joins_later_is_taken_in(tmp_path):
     """torchrun ends the ranks by SIGTERM to start more: they save first, so no step is lost.
 
