@@ -6,8 +6,9 @@
 
 `growth` runs each part for 8 to 16,384 ranks in this process: one real TCPStore with a connection for each rank, the
 heartbeats of all ranks, their exchanges, the plan of a checkpoint and its manifest, and `zerocli fit`. It prints
-seconds, messages and bytes. (torch looks up the name of each client's address: in a network of its own, that fails at
-once, and no resolver that limits questions delays it.) `step` and `published` print estimates; nothing runs on ranks.
+seconds (of computing, for checkpoints and `fit`), messages and bytes. (torch looks up the name of each client's
+address: in a network of its own, that fails at once, and no resolver that limits questions delays it.) `step` and
+`published` print estimates; nothing runs on ranks.
 """
 
 from __future__ import annotations
@@ -60,13 +61,18 @@ def resident() -> int:
 
 
 @contextlib.contextmanager
-def timed() -> Iterator[Callable[[], float]]:
+def timed(clock: Callable[[], float] = time.perf_counter) -> Iterator[Callable[[], float]]:
     """Yield what returns the seconds of the body, once it has ended."""
     gc.collect()
     gc.freeze()  # a rank has none of what this process holds for the others
-    began, ended = time.perf_counter(), [0.0]
+    began, ended = clock(), [0.0]
     yield lambda: ended[0]
-    ended[0] = time.perf_counter() - began
+    ended[0] = clock() - began
+
+
+def computed() -> contextlib.AbstractContextManager[Callable[[], float]]:
+    """The same in seconds of computing, whatever else the machine does."""
+    return timed(time.process_time)
 
 
 def counted(store: Any) -> tuple[Any, Counter[str]]:
@@ -270,7 +276,7 @@ def checkpoint(ranks: int) -> Iterator[Row]:
     from zerocli.checkpoint.reader import Reader
 
     layouts = llama_layouts(ranks, blocks=2)
-    with timed() as seconds:
+    with computed() as seconds:
         plans = []
         for rank in range(ranks):
             planner = SavePlanner()
@@ -279,11 +285,11 @@ def checkpoint(ranks: int) -> Iterator[Row]:
     items = sum(len(plan.items) for plan in plans)
     yield Row("checkpoint: local plan", ranks, seconds() / ranks, "each rank", 1, items / ranks, "items of each rank")
     before = resident()
-    with timed() as seconds:
+    with computed() as seconds:
         final, metadata = SavePlanner().create_global_plan([SavePlan(plan.items) for plan in plans])
     yield Row("checkpoint: global plan", ranks, seconds(), "rank 0", ranks, resident() - before, "memory of rank 0")
     digest = "0" * 64
-    with timed() as seconds:
+    with computed() as seconds:
         tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             pieces = [Piece(tuple(c.offsets), tuple(c.sizes), "rank-00000.bin", 0, digest) for c in entry.chunks]
@@ -291,12 +297,12 @@ def checkpoint(ranks: int) -> Iterator[Row]:
         data = manifests.encode(Manifest(1, tensors, {"rank-00000.bin": 1 << 62}))
     yield Row("checkpoint: manifest written", ranks, seconds(), "rank 0", 1, len(data), "file")
     del plans, final, metadata, tensors
-    with timed() as seconds:
+    with computed() as seconds:
         manifest = manifests.decode(data)
     yield Row("checkpoint: manifest read", ranks, seconds(), "each rank", 1, len(data), "file")
     there = max(1, ranks // 2)  # resumed on half the ranks
     again = {part.name: part for part in parts_of(llama_layouts(there, blocks=2), there // 2, there)}
-    with timed() as seconds:
+    with computed() as seconds:
         load = LoadPlanner()
         load.set_up_planner(again, Reader(Path("."), manifest).read_metadata())
         reads = load.create_local_plan()
@@ -308,7 +314,7 @@ def checkpoint(ranks: int) -> Iterator[Row]:
         for name in files:
             (path / name).write_bytes(b"x")
         (path / "manifest.json").write_bytes(manifests.encode(Manifest(1, {}, files)))
-        with timed() as seconds:
+        with computed() as seconds:
             manifests.read(path)
         yield Row("resume: sizes of all files", ranks, seconds(), "rank 0 (local disk)", ranks, 0, "files")
     assert torch.float32.itemsize == 4
@@ -354,7 +360,7 @@ def fit(*arguments: str) -> tuple[dict[str, Any], float]:
     from zerocli.cli.main import run
 
     out = io.StringIO()
-    with timed() as seconds, contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+    with computed() as seconds, contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         run(["fit", *arguments, "--json"])
     document: dict[str, Any] = json.loads(out.getvalue())
     return document, seconds()

@@ -75,7 +75,7 @@ def test_boxes_tile_exactly_if_every_element_is_covered_once(shape, data):
     covered = torch.zeros(shape, dtype=torch.int32)
     for offsets, sizes in parts:
         covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
-    assert tile(shape, parts) == bool((covered == 1).all())
+    assert tile(shape, [offsets for offsets, _ in parts], [sizes for _, sizes in parts]) == bool((covered == 1).all())
 
 
 def test_plans_are_merged_as_torch_merges_them():

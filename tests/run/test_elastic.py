@@ -91,6 +91,32 @@ def test_a_killed_node_leaves_the_job_to_those_that_remain(tmp_path, whole):
     assert losses(tmp_path / "run") == pytest.approx(whole, rel=1e-4)
 
 
+RESTARTS = {"first": "0", "second": "1"}
+"""Those that each of two agents may count."""
+
+
+@pytest.mark.long
+def test_a_killed_rank_of_one_of_two_nodes_brings_both_back(tmp_path, whole):
+    """The other agent sees a node that waits before its own rank fails, and does not count that as a restart."""
+    held = hold_port()
+    options = ["2" if word == "1:2" else word for word in elastic(held.getsockname()[1], last_call=20)]
+    agents = [torchrun(tmp_path, *options, "--max-restarts", most, log=log) for log, most in RESTARTS.items()]
+    try:
+        wait_for_a_checkpoint(tmp_path, agents)
+        (held_up,), (victim,) = map(workers, agents)
+        os.kill(held_up, signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        while "exitcode: -9" not in (tmp_path / "second").read_text():
+            time.sleep(0.1)
+        time.sleep(3)  # torchrun says nowhere that the second agent waits
+        os.kill(held_up, signal.SIGCONT)
+        assert [agent.wait(240) for agent in agents] == [0, 0], (tmp_path / "first").read_text()
+    finally:
+        kill_all(agents)
+        held.close()
+    assert losses(tmp_path / "run") == whole
+
+
 @pytest.mark.long
 def test_a_node_that_joins_later_is_taken_in(tmp_path):
     """torchrun ends the ranks by SIGTERM to start more: they save first, so no step is lost.

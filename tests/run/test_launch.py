@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -16,7 +17,7 @@ import pytest
 
 from zerocli.config.options import RunOptions
 from zerocli.console import say
-from zerocli.errors import UserError
+from zerocli.errors import FAILURE, USAGE, UserError
 from zerocli.ranks import worker
 from zerocli.run.folders import folder
 from zerocli.run.processes import launch
@@ -158,6 +159,17 @@ def test_a_user_error_of_all_ranks_is_printed_once(tmp_path, capfd, code):
     assert run_stub(tmp_path, f"worker.record_failure('error: too large', {code}); sys.exit({code})") == code
     err = capfd.readouterr().err
     assert err.count("error: too large") == 1 and "failed" not in err
+
+
+def test_what_is_wrong_with_a_command_is_shown_by_rank_0_alone(tmp_path, monkeypatch):
+    """torchrun's ranks all find it; each leaves it for torchrun's summary."""
+    monkeypatch.delenv("ZEROCLI_PARENT", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    shown = {}
+    for rank, code in itertools.product(("0", "1"), (USAGE, FAILURE)):
+        monkeypatch.setenv("RANK", rank)
+        shown[rank, code] = not worker.record_failure("wrong", code)
+    assert [key for key in shown if not shown[key]] == [("1", USAGE)] and (tmp_path / "error").exists()
 
 
 def test_preempted_passes_through(tmp_path):

@@ -84,7 +84,7 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(said_to, "w", buffering=1) as said, contextlib.redirect_stderr(said):
         from zerocli.engine.events import Probe
-        from zerocli.errors import UserError
+        from zerocli.errors import Told, UserError
         from zerocli.run import trainer
 
         try:
@@ -92,7 +92,8 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
             events = (Probe(probe), *given.pop("events", ()))
             code = trainer.work(config, RunOptions(folder, events=events, **given))
         except UserError as error:
-            print(error.render(), file=sys.stderr)
+            if not isinstance(error, Told):
+                print(error.render(), file=sys.stderr)
             code = error.exit_code
         except BaseException:
             traceback.print_exc()

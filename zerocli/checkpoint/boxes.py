@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from zerocli.layout.shards import Span
 
 MAX_CUT_DIMS = 12
 """Maximum number of split dimensions: more than any model has, few enough to visit every corner of a box."""
+
+Rows = Sequence[Sequence[int]] | np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -94,16 +97,16 @@ def _row(shape: tuple[int, ...], row: int, start: int, stop: int, limit: int) ->
         yield Box((row, *box.offsets), (1, *box.sizes), base + box.start)
 
 
-def tile(shape: tuple[int, ...], parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether boxes (offsets, sizes) within a tensor of `shape` cover each of its elements exactly once.
+def tile(shape: tuple[int, ...], offsets: Rows, sizes: Rows) -> bool:
+    """Return whether boxes within a tensor of `shape`, one per row, cover each of its elements exactly once.
 
     Each box is represented by its corners with alternating signs: their sum over all boxes equals that of the tensor's
     own corners if and only if the boxes tile it. That takes 2^dims corners per box.
     """
+    starts = np.asarray(offsets, dtype=np.int64).reshape(len(offsets), len(shape))
+    stops = starts + np.asarray(sizes, dtype=np.int64).reshape(starts.shape)
     if not math.prod(shape):
-        return not any(math.prod(sizes) for _, sizes in parts)
-    starts = np.array([offsets for offsets, _ in parts], dtype=np.int64).reshape(len(parts), len(shape))
-    stops = starts + np.array([sizes for _, sizes in parts], dtype=np.int64).reshape(len(parts), len(shape))
+        return not (stops - starts).prod(1).any()
     cut = [d for d, n in enumerate(shape) if (starts[:, d] != 0).any() or (stops[:, d] != n).any()]
     if len(cut) > MAX_CUT_DIMS:
         return False
@@ -112,7 +115,7 @@ def tile(shape: tuple[int, ...], parts: Sequence[tuple[Sequence[int], Sequence[i
     for ends in itertools.product((False, True), repeat=len(cut)):
         sign = -1 if sum(ends) % 2 else 1
         corners += [np.where(ends, stops[:, cut], starts[:, cut]), np.where(ends, whole, 0)]
-        signs += [np.full(len(parts), sign), np.full(1, -sign)]
+        signs += [np.full(len(starts), sign), np.full(1, -sign)]
     every, sign_of = np.concatenate(corners), np.concatenate(signs)
     if not cut:
         return int(sign_of.sum()) == 0

@@ -122,7 +122,8 @@ class Manifest:
 def encode(manifest: Manifest) -> bytes:
     """Return the contents of the manifest file; raise ValueError if the pieces of a tensor do not tile it."""
     for name, tensor in manifest.tensors.items():
-        if not tile(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces]):
+        pieces = tensor.pieces
+        if not tile(tensor.shape, [piece.offsets for piece in pieces], [piece.sizes for piece in pieces]):
             raise ValueError(f"the pieces of {name} do not cover it exactly")
     files = sorted(manifest.files)
     place = {name: i for i, name in enumerate(files)}
@@ -180,17 +181,14 @@ def _judge(body: dict[str, Any]) -> Manifest:
     for name, entry in body["tensors"].items():
         shape = tuple(_natural(n) for n in entry["shape"])
         dtype = DTYPES[entry["dtype"]]
-        pieces = _pieces(name, entry["pieces"], shape, dtype.itemsize, files)
-        if not tile(shape, [(piece.offsets, piece.sizes) for piece in pieces]):
-            raise Damaged(f"the pieces of {name} do not cover it exactly")
-        tensors[name] = Tensor(dtype, shape, pieces)
+        tensors[name] = Tensor(dtype, shape, _pieces(name, entry["pieces"], shape, dtype.itemsize, files))
     if not isinstance(body["values"], dict):
         raise Damaged("its manifest has no values")
     return Manifest(_natural(body["step"]), tensors, files, body["values"], body["version"])
 
 
 def _pieces(name: str, rows: list[Any], shape: tuple[int, ...], itemsize: int, files: dict[str, int]) -> list[Piece]:
-    """Return the pieces of a tensor; raise Damaged for one that is outside of its tensor or its file.
+    """Return the pieces of a tensor; raise Damaged if they do not tile it, or one is outside of its file.
 
     Checked all at once: a checkpoint of thousands of ranks has millions.
     """
@@ -219,6 +217,8 @@ def _pieces(name: str, rows: list[Any], shape: tuple[int, ...], itemsize: int, f
     last = ends[file] - np.minimum(nbytes, float(MOST // 2)).astype(np.int64)
     refuse(position > last, lambda row: f"is outside {names[row[2]]}")
     refuse(nbytes > MAX_PIECE_NBYTES, lambda row: f"has {math.prod(row[1]) * itemsize} bytes, more than any has")
+    if not tile(shape, offsets, sizes):
+        raise Damaged(f"the pieces of {name} do not cover it exactly")
     return [Piece(tuple(o), tuple(s), names[number], at, str(sha)) for o, s, number, at, sha in rows]
 
 

@@ -105,6 +105,8 @@ def _elsewhere(problem: str) -> UserError:
 
 def _arrive(attempt: dist.Store, rank: int, world: int, seconds: float, deadline: float) -> bool:
     """Wait for all ranks; return False if this attempt's rank 0 has ended. Raise UserError if a rank does not come."""
+    if attempt.check([OUTCOME]):
+        return False
     if attempt.add("here", 1) == world:
         attempt.set(ALL_HERE, "")
     if rank:

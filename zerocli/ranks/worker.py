@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from zerocli.errors import FAILURE, UserError
+from zerocli.errors import FAILURE, USAGE, UserError
 from zerocli.regular_files import write_text
 
 PR_SET_PDEATHSIG = 1
@@ -134,14 +134,18 @@ def _exit_without(parent: int) -> None:
 
 
 def record_failure(text: str, code: int) -> bool:
-    """Write this rank's failure where its launcher looks for it; say whether that launcher will show it."""
+    """Write this rank's failure where its launcher looks for it; say whether that is enough.
+
+    Our launcher shows it. torchrun lists it in its summary; what is wrong with a command, which all ranks find, is
+    shown by rank 0 besides.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
     record = {"message": text, "timestamp": time.time(), "exit_code": code}
     with contextlib.suppress(OSError):
         write_text(Path(path), json.dumps(record), sync=False)
-        return "ZEROCLI_PARENT" in os.environ
+        return "ZEROCLI_PARENT" in os.environ or (code == USAGE and os.environ.get("RANK") != "0")
     return False
 
 

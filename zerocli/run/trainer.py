@@ -93,7 +93,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     config = with_open_batch(config, options, ranks_here()[0])
     traced = trace_factory(config, options.auto or ("offload.placement",) * (config.train.adapt is True))
     opened_before = dist.is_initialized()
-    watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir))
+    watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir, watchdog.reports))
     try:
         with noting_signals(saves(config)), watchdog, STARTUP.reporting_to(options.events):
             hosts = join_ranks(config, options, watchdog, shared=saves(config) or options.resume)
@@ -110,7 +110,8 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         gone = severed(error)
         if gone is None:
             raise
-        raise rank_loss.explain(gone.what, gone.reason, gone.missing or watchdog.missing, options.run_dir) from error
+        missing = gone.missing or watchdog.missing
+        raise rank_loss.explain(gone.what, gone.reason, missing, options.run_dir, watchdog.reports) from error
     except OSError as error:
         if not error.strerror:
             raise

@@ -34,6 +34,8 @@ MISSED = 1.5
 """Intervals without a heartbeat after which the next rank of a host publishes its record."""
 MOST_WORDS = 200
 """Characters of a status."""
+MOST_PLACES = 64
+"""Ranks whose nodes are looked up for a message."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Heartbeats:
         self, rank: int, ranks: Sequence[int], store: Any | None = None, interval: float = 1.0, host: str = ""
     ) -> None:
         self.rank, self.ranks, self._interval = rank, tuple(ranks), interval
-        self._store = dist.PrefixStore("zerocli-beats", _job_store() if store is None else store)
+        self._cards = _job_store() if store is None else store
+        self._store = dist.PrefixStore("zerocli-beats", self._cards)
         self._host = host or boards.host_name()
         self._board: boards.Board | None = None
         self._slot = 0
@@ -200,6 +203,33 @@ class Heartbeats:
         silent = {r for r in others if r not in now or (r in before and before[r].time == now[r].time)}
         return {rank: now[rank] for rank in self.ranks if rank in now}, silent
 
+    def claim_report(self) -> bool:
+        """Return whether this rank reports a loss: the first that asks, or the first of its host without a store."""
+        key, mine = "reporter", str(self.rank)
+        first = within(PATIENCE_SECONDS, lambda: self._reach(lambda: self._store.compare_set(key, "", mine).decode()))
+        if first is not None or self._board is None:
+            return first in (mine, None)
+        return self.rank == min(rank for rank, beat in self._read_board().items() if beat.by_loss or rank == self.rank)
+
+    def places(self, ranks: Sequence[int]) -> str:
+        """Return on which nodes ranks are, in words, from what they have said of themselves at the start."""
+
+        def ask() -> dict[int, str]:
+            keys = {rank: card_key(rank) for rank in ranks[:MOST_PLACES]}
+            there = {rank: key for rank, key in keys.items() if self._cards.check([key])}
+            cards = read_all(self._cards, list(there.values()))
+            return {rank: json.loads(card)["host"] for rank, card in zip(there, cards, strict=True)}
+
+        hosts = by_words(within(PATIENCE_SECONDS, lambda: self._reach(ask)) or {})
+        return "".join(
+            f"; {named(there)} {'is' if len(there) == 1 else 'are'} on node {host}" for host, there in hosts.items()
+        )
+
+
+def card_key(rank: int) -> str:
+    """Return the key of a rank's card: see `nodes.py`."""
+    return f"nodes/card/{rank}"
+
 
 def found_text(said: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
     """Return heartbeats as JSON; ranks with the same status, for the same number of seconds, are written once."""
@@ -229,9 +259,11 @@ def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
         return no_store(beats)
     said, silent = heard
     ended = {rank: beat for rank, beat in said.items() if beat.ended}
-    causes = said_of({rank: f"ended ({beat.ended})" for rank, beat in ended.items() if not beat.by_loss})
-    gone = silent_words({rank: said.get(rank) for rank in sorted(silent - ended.keys())})
-    return "; ".join(filter(None, (causes, gone))) or "all ranks still answer: the link between them broke"
+    causes = {rank: f"ended ({beat.ended})" for rank, beat in ended.items() if not beat.by_loss}
+    gone = {rank: said.get(rank) for rank in sorted(silent - ended.keys())}
+    if not causes and not gone:
+        return "all ranks still answer: the link between them broke"
+    return "; ".join(filter(None, (said_of(causes), silent_words(gone)))) + beats.places(sorted({*causes, *gone}))
 
 
 def silent_words(beats: Mapping[int, Heartbeat | None]) -> str:

@@ -33,6 +33,7 @@ from zerocli.errors import USAGE, Told, UserError
 from zerocli.layout.shards import nearest_divisor
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.ranks.startup import STARTUP
+from zerocli.run.processes.heartbeats import card_key
 
 CLOCK_SECONDS = 10.0
 """Clocks further apart are reported: torchrun takes a node whose clock is 15 s behind for one that is gone."""
@@ -95,7 +96,7 @@ class Nodes:
 
     def __init__(self, store: dist.Store, config: Config, options: RunOptions, shared: bool) -> None:
         """`shared` says whether all ranks read or write the run folder."""
-        self._store = dist.PrefixStore("nodes", store)
+        self._store = store
         self._config, self._options, self._shared = config, options, shared
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -106,30 +107,27 @@ class Nodes:
         with STARTUP.waiting("comparing the nodes"), contextlib.ExitStack() as stack:
             began = now()
             if self.rank == 0:
-                self._store.set("file", self._leave_file(stack))
-            card = self._card(refused, self._store.get("file").decode())
-            self._store.set(f"card/{self.rank}", json.dumps(asdict(card)))
+                self._store.set("nodes/file", self._leave_file(stack))
+            card = self._card(refused, self._store.get("nodes/file").decode())
+            self._store.set(card_key(self.rank), json.dumps(asdict(card)))
             if self.rank:
-                verdict = Verdict(**json.loads(self._store.get("verdict")))
+                verdict = Verdict(**json.loads(self._store.get("nodes/verdict")))
                 if verdict.problems:
-                    self._store.set(f"read/{self.rank}", "")
+                    self._store.set(f"nodes/read/{self.rank}", "")
                     raise verdict.error(Told)
                 return ()
-            cards = [Card.read(each) for each in self._of_all("card")]
+            keys = [card_key(rank) for rank in range(self.world)]
+            cards = [Card.read(each) for each in self._store.multi_get(keys)]
             verdict = judge(cards, self._config, self._options, (began, now()))
-            self._store.set("verdict", json.dumps(asdict(verdict)))
+            self._store.set("nodes/verdict", json.dumps(asdict(verdict)))
         if verdict.problems:
             with contextlib.suppress(dist.DistStoreError):
-                everyone = [f"read/{rank}" for rank in range(1, self.world)]
+                everyone = [f"nodes/read/{rank}" for rank in range(1, self.world)]
                 self._store.wait(everyone, datetime.timedelta(seconds=READ_SECONDS))
             raise verdict.error(UserError)
         for note in verdict.notes:
             say(f"note: {note}")
         return tuple(card.host for card in cards)
-
-    def _of_all(self, key: str) -> list[bytes]:
-        found: list[bytes] = self._store.multi_get([f"{key}/{rank}" for rank in range(self.world)])
-        return found
 
     def _card(self, refused: UserError | None, file: str) -> Card:
         first = os.environ.get("LOCAL_RANK", "0") == "0"

@@ -61,10 +61,18 @@ class Axis:
     shared: Shared
     ranks: tuple[int, ...]
 
-    def absent(self, said: dict[int, Heartbeat], silent: set[int], number: int, waited: float) -> str:
+    def absent(
+        self,
+        said: dict[int, Heartbeat],
+        silent: set[int],
+        number: int,
+        waited: float,
+        places: Callable[[Sequence[int]], str] = lambda ranks: "",
+    ) -> str:
         """Return, in words, which ranks have not reached entry `number`; nothing if the late ranks still make progress.
 
         This rank has waited for `waited` seconds; a rank that made progress in the second half of that is only slow.
+        `places` says on which nodes ranks are.
         """
         speaking = {rank: beat for rank, beat in said.items() if rank not in silent}
         gone = silent_words({rank: said.get(rank) for rank in sorted(silent)})
@@ -76,11 +84,9 @@ class Axis:
             for rank, beat in speaking.items()
             if rank in self.ranks and (beat.counts.get(self.name, 0) < number or (staged and beat.alone))
         }
-        stuck = said_of(
-            {rank: f"had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2}
-        )
+        stuck = {rank: f"had not arrived ({beat.doing})" for rank, beat in late.items() if beat.idle >= waited / 2}
         if gone or stuck:
-            return "; ".join(filter(None, (gone, stuck)))
+            return "; ".join(filter(None, (gone, said_of(stuck)))) + places(sorted({*silent, *stuck}))
         just_came = any(beat.idle < waited / 2 for rank, beat in speaking.items() if rank in self.ranks)
         return "" if late or just_came else "all ranks had arrived: the link between them is stuck"
 
@@ -103,6 +109,8 @@ class Watchdog(threading.Thread):
         self._heartbeats: Heartbeats | None = None
         self.missing = ""
         """The ranks that were gone when this rank failed because it had lost another."""
+        self.reports = True
+        """Whether this rank shows what all have found: one of them does."""
         if engine is not None:
             self.attach(engine)
             if self._axes and limit:
@@ -164,6 +172,7 @@ class Watchdog(threading.Thread):
             self._say_why(str(error).partition("\n")[0], gone is not None)
             if gone is not None:
                 self.missing = self._who_is_gone(self._heartbeats)
+                self.reports = self._claim_report()
             if isinstance(error, Severed):
                 error.missing = self.missing
         self._closed.set()
@@ -174,9 +183,11 @@ class Watchdog(threading.Thread):
         publisher = threading.Thread(target=self._publish, name="zerocli-heartbeat", daemon=True)
         publisher.start()
         while not self._closed.wait(self._interval):
-            text = self._stuck_transfer() or self._stuck_alone() or self._stuck_axis()
+            alone = self._stuck_transfer() or self._stuck_alone()
+            text = alone or self._stuck_axis()
             if text and not self._closed.is_set():
                 self._say_why(text, by_loss=False)
+                self.reports = self._claim_report() or bool(alone)
                 self._end(text)
                 return
         publisher.join(self._interval + PATIENCE_SECONDS)
@@ -230,7 +241,10 @@ class Watchdog(threading.Thread):
         heard = self._heartbeats.ask_twice(self._pause)
         if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._heartbeats.ranks):
             return ""  # a rank has sent no heartbeat: it may still be starting
-        absent = axis.absent(*heard, entry.number, waited) if heard is not None else no_store(self._heartbeats)
+        if heard is None:
+            absent = no_store(self._heartbeats)
+        else:
+            absent = axis.absent(*heard, entry.number, waited, self._heartbeats.places)
         if not absent:  # late ranks make progress: ask again later, to spare the store in a large job
             self._closed.wait(self._limit / 20)
             return ""
@@ -275,16 +289,28 @@ class Watchdog(threading.Thread):
             within(PATIENCE_SECONDS, lambda: beats.say(self._heartbeat()))
 
     def _who_is_gone(self, beats: Heartbeats) -> str:
-        """Return which ranks are gone; nothing if the launcher, which knows, ends this rank first."""
+        """Return which ranks are gone; nothing if our launcher, which knows, ends this rank first.
+
+        torchrun and SLURM end ranks too, and do not say what is saved: this rank goes on until it has said it.
+        """
         hurry = threading.Event()
+
+        def note(*_: object) -> None:
+            if "ZEROCLI_PARENT" in os.environ:
+                hurry.set()
+
         here = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGTERM, lambda *_: hurry.set()) if here else None
+        before = signal.signal(signal.SIGTERM, note) if here else None
         try:
             found = lost_ranks(beats, lambda: hurry.wait(self._pause_seconds))
         finally:
             if here:
                 signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         return "" if hurry.is_set() else found
+
+    def _claim_report(self) -> bool:
+        """Return whether this rank reports what all have found; our own launcher shows one report in any case."""
+        return "ZEROCLI_PARENT" in os.environ or self._heartbeats is None or self._heartbeats.claim_report()
 
     def _pause(self) -> None:
         self._closed.wait(self._pause_seconds)
@@ -310,14 +336,17 @@ def staged(stage: str) -> str:
     return f"{stage}," if "," in stage else stage
 
 
-def end_process(text: str, run_dir: str = "") -> None:
-    """Report the reason and what is saved to the launcher or the log, and end this rank: its main thread is stuck."""
+def end_process(text: str, run_dir: str = "", reports: bool = True) -> None:
+    """Report the reason and what is saved to the launcher or the log, and end this rank: its main thread is stuck.
+
+    Without `reports` another rank shows it.
+    """
     fact, hint = standing(run_dir) if run_dir else ("", "")
     lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
     lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
 
     def tell() -> None:
-        if not record_failure("\n".join(lines), FAILURE):
+        if not record_failure("\n".join(lines), FAILURE) and reports:
             say("\n".join(lines))
 
     within(PATIENCE_SECONDS, tell)  # the disk of the run folder may be what is stuck
