@@ -289,6 +289,7 @@ def test_blocks_that_cannot_be_compiled_run_eagerly_with_one_line(backend, recom
     engine.close()
 
 
+@pytest.mark.long
 def test_an_error_of_the_block_itself_is_raised_and_does_not_end_its_compilation():
     engine = zerocli.shard(Numbered(2), **COMPILED)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):

@@ -84,8 +84,8 @@ def test_a_group_that_matches_nothing_is_refused():
 
 
 def chosen(row: int) -> list[tuple[int, str]]:
-    """Return the stages and placements of a row: all in the long set, else one or, for every second row, two."""
-    return spread(row, STAGES)[0 if LONG or row % 2 else 1 :]
+    """Return the stages and placements of a row: all in the long set, else one by turns."""
+    return spread(row, STAGES)[0 if LONG else 1 :]
 
 
 # -- schedulers ----------------------------------------------------------------------------------------------------

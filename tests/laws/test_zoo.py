@@ -25,11 +25,11 @@ def ways(number: int, case: Case) -> tuple[str, ...]:
     if LONG:
         three = ("stage1", "stage3", OTHERS[number % len(OTHERS)])
         return three if THIRD is None else (three[(number + THIRD) % 3],)
-    return case.quick if number % 27 == 0 or case.name in FINDERS else ()
+    return case.quick if number % 40 == 0 or case.name in FINDERS else ()
 
 
 RUNS = [(name, variant) for number, (name, case) in enumerate(CASES.items()) for variant in ways(number, case)]
-"""Every 27th case and the finders, in a few ways; in the long set all of them in three, of which a third of it takes
+"""Every 40th case and the finders, in a few ways; in the long set all of them in three, of which a third of it takes
 one by turns; with ZEROCLI_TEST_LONG=all in every way."""
 
 

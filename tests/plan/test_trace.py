@@ -148,7 +148,7 @@ def test_a_loop_over_tokens_is_recognised_before_all_of_it_has_run(monkeypatch):
     assert record("few", Loop(250, each_token=False), setup).units  # more than look suspicious, fewer than too many
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
 def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsys, tmp_path):
     """What is run has the file's own parameters, and not another's; what is not built in needs transformers."""
     model = dataclasses.replace(MODEL, family=family, kv_heads=0 if family == "gpt2" else 2)

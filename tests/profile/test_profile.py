@@ -65,7 +65,7 @@ def auto(recompute: Recompute) -> tuple[str, ...]:
     return (*STAGE_3, "activations.policy=auto", f"train.gpu_memory={int(needed / (1 - MARGIN)) + 1}B")
 
 
-TIMED = ("stage 0", "stage 3", "offload")
+TIMED = ("stage 0", "stage 3")
 """Runs of six steps, of which three are timed; of the others only the memory and the first losses are compared."""
 
 
