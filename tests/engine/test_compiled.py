@@ -273,7 +273,6 @@ def _broken_backward(graph, inputs):
     [
         (_broken, False),
         pytest.param(_broken_backward, True, marks=pytest.mark.long),
-        pytest.param(_broken, True, marks=pytest.mark.long),
         pytest.param(_broken_backward, False, marks=pytest.mark.long),
     ],
 )

@@ -100,6 +100,9 @@ SCHEDULERS = {
     ),
 }
 
+if not LONG:
+    SCHEDULERS = dict(list(SCHEDULERS.items())[::2])
+
 
 def _scheduled():
     found = {}

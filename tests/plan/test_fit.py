@@ -134,7 +134,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, 3, 5])
 def test_a_change_that_fits_is_not_left_out_by_its_rough_plan(seed, monkeypatch):
     draw = random.Random(seed)
     sizes = {"layers": draw.choice([1, 3, 24]), "hidden": draw.choice([256, 2048]), "heads": 8}
@@ -384,7 +384,6 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
             ["llama3-70b", "--hardware", "h100,h200,b200,t4", "--tokens", "15T", "--price", "2.5"],
             marks=pytest.mark.long,
         ),
-        pytest.param(["--max", "--ranks", "64", "--hardware", "v100-32"], marks=pytest.mark.long),
         pytest.param(
             ["llama3-8b", "--set", "model.layers=8", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"],
             marks=pytest.mark.long,

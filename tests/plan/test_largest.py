@@ -63,7 +63,7 @@ LORA = ("llama3-8b", "--lora", "16", "--ranks", "1", "--gpu-memory", "24GiB")
         pytest.param("batch", ONE, [ALL, "optimizer=cpu,activations=cpu"], id="one", marks=pytest.mark.long),
         pytest.param("seq", LORA, ["params=cpu,activations=cpu"], id="lora", marks=pytest.mark.long),
         pytest.param("batch", V100, [ALL, "cpu", ""], id="auto", marks=pytest.mark.long),
-        pytest.param("model", V100, [ALL, "cpu"], id="model", marks=pytest.mark.long),
+        pytest.param("model", V100, [ALL], id="model", marks=pytest.mark.long),
         pytest.param("batch", (*SMALL, "--auto"), ["", ALL], id="auto flag", marks=pytest.mark.long),
     ],
 )

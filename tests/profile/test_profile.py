@@ -198,6 +198,7 @@ def balances(document) -> None:
         assert sum(found.values()) == peak["measured"] and abs(found.get(UNATTRIBUTED, 0)) <= 0.02 * peak["measured"]
 
 
+@pytest.mark.long
 def test_tensor_parallel_rows_are_of_what_a_rank_has(tmp_path):
     document = profile(tmp_path, *STAGE_3, "parallel.tp=2", "activations.policy=recompute", "train.steps=3", world=4)
     balances(document)

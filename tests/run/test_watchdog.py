@@ -45,7 +45,7 @@ STUCK_SAVES = {stage: Death((rank,), 1, f"checkpoint {stage}", 0) for stage, ran
 SILENT = r"has been stuck for \d+ s: rank 1 does not answer"
 LATE = r"rank 1 (ended \({0} has been stuck|had not arrived \(in {0})"
 STARTS = {
-    "opening, stopped": rf"opening the process group {SILENT} \(it was in opening the process",
+    "opening, stopped": rf"opening the process group {SILENT} \(it was in (opening the process|comparing)",
     "building": LATE.format("building the model"),
     "building, stopped": SILENT.replace(":", ".*:"),
     "reading": LATE.format("reading the checkpoint of step 2"),
