@@ -124,7 +124,6 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
 @pytest.fixture
 def mistakes(tmp_path: Path) -> dict[str, tuple[list[str], list[str]]]:
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "short.txt").write_text("ten bytes.")
     np.array([1, 2, 3, 400, 5] * 200, dtype=np.uint16).tofile(tmp_path / "beyond.bin")
     (tmp_path / "bad.toml").write_text('[train]\nstepz = 3\nbatch = "two"\n[modle]\nlayers = 2\n[zero]\nstage = 7\n')
     (tmp_path / "code.toml").write_text('[model]\nfactory = "os:getcwd"\n')
@@ -136,7 +135,6 @@ def mistakes(tmp_path: Path) -> dict[str, tuple[list[str], list[str]]]:
         "global batch": (["--set", "train.global_batch=5"], ["global batch 5 is not a multiple of batch 2 x 2 ranks"]),
         "no data": (["--data", "nowhere.txt"], ["nowhere.txt"]),
         "empty data": (["--data", "empty.txt"], ["empty.txt", "empty"]),
-        "short data": (["--data", "short.txt"], ["short.txt", "10", "33"]),
         "token beyond the vocabulary": (["--data", "beyond.bin"], ["400", "element 3", "0 to 255"]),
         "run folder": (["--run-dir", "blocked/run"], ["blocked"]),
         "factory in a file": (["code.toml"], ["code.toml:2", "no code is run"]),
@@ -146,12 +144,12 @@ def mistakes(tmp_path: Path) -> dict[str, tuple[list[str], list[str]]]:
 
 
 MISTAKES = (
-    "unknown key, stage, heads, global batch, no data, empty data, short data, token beyond the vocabulary, "
+    "unknown key, stage, heads, global batch, no data, empty data, token beyond the vocabulary, "
     "run folder, factory in a file, factory, optimizer"
 ).split(", ")
 
 
-SLOW = ("global batch", "empty data", "short data", "token beyond the vocabulary", "factory", "optimizer")
+SLOW = ("global batch", "empty data", "token beyond the vocabulary", "factory", "optimizer")
 """Mistakes that only the ranks find, or that tests/cli/test_mistakes.py tries too."""
 
 
