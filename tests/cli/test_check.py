@@ -251,7 +251,7 @@ def test_a_loop_and_an_optimizer_of_ones_own_are_certified():
         (check_loops.otherwise, "differs", r"first to differ: losses of rank 0 \(number 1: .* instead of"),
         (check_loops.refused, "refused", "not like this: do that instead"),
         (check_loops.broken, "error", "rank 1: ArithmeticError: on this rank only"),
-        (check_loops.stuck, "hung", "1 did not finish within 4 s"),
+        pytest.param(check_loops.stuck, "hung", "1 did not finish within 4 s", marks=pytest.mark.long),
     ],
     ids=["differs", "refused", "error", "hung"],
 )

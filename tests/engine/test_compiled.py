@@ -191,6 +191,7 @@ def _saved_nbytes(engine: Engine) -> int:
     return sum(nbytes for nbytes, _ in found.values())
 
 
+@pytest.mark.long
 def test_recomputed_graphs_save_only_the_blocks_inputs_and_recompute_no_more_than_eager_ones():
     saved, matmuls = {}, {}
     for name, settings in (("eager", {}), ("compiled", COMPILED)):

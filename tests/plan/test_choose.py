@@ -385,6 +385,7 @@ def test_the_batch_of_an_example_is_kept(monkeypatch):
     assert choose_setup(traced, setup(batch=4, accumulate=4), ONE, FREE, global_batch=16) == [4]
 
 
+@pytest.mark.long
 def test_a_smaller_micro_batch_is_tried_where_no_half_fits():
     """A part of 9 has no halves: without 1 among the choices nothing would fit."""
     shape = shape_of(load_config("llama3-8b", sets=("model.layers=8",)).model, 8192)

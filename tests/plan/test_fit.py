@@ -441,10 +441,10 @@ def tiny_factory():
     "words",
     [
         ("llama3-8b", "--stage", "3"),
-        ("llama3-8b",),
+        pytest.param(("llama3-8b",), marks=pytest.mark.long),
         ("llama3-8b", "--stage", "3", "--auto"),
-        ("llama3-8b", "--max", "batch"),
-        ("llama3-8b", "--hardware", "h100,h200"),
+        pytest.param(("llama3-8b", "--max", "batch"), marks=pytest.mark.long),
+        pytest.param(("llama3-8b", "--hardware", "h100,h200"), marks=pytest.mark.long),
         ("7.5B",),
         ("test_fit:tiny_factory",),
     ],

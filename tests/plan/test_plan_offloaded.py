@@ -228,6 +228,7 @@ def test_a_node_without_disks_is_planned(capsys, no_gpu):
         assert f"{flag} 0B is not above 0" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_largest_count_is_of_model_states_alone(capsys, no_gpu):
     words = ("--max", "--ranks", "8", "--stage", "3", "--offload", "nvme", "--nvme-space", "100GiB")
     without = ask(capsys, *words)["max"]

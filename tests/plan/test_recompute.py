@@ -262,6 +262,7 @@ ROOMS = (38, 34, 30)
 """GiB with which `auto` recomputes some of its blocks selectively, more of them, and the first ones whole."""
 
 
+@pytest.mark.long
 def test_fit_shows_what_each_candidate_recomputes(capsys):
     found = {}
     for policy, memory in (

@@ -97,6 +97,7 @@ def test_a_run_that_its_own_loss_ends_has_recorded_itself(tmp_path):
     assert recorded(tmp_path / "run")["losses"][-1] is None  # not a number
 
 
+@pytest.mark.long
 def test_a_run_saves_when_its_time_is_nearly_up(tmp_path, whole):
     stopped = train(tmp_path / "run", "checkpoint.every=0", "checkpoint.time_limit=0.001")
     assert stopped.codes == [75, 75] and "time limit" in stopped.said[0]
