@@ -264,6 +264,9 @@ OPTIMIZERS = {
     "flat": (Halving(), {}, lambda ps: HalvingInTorch(ps, lr=1e-2)),
 }
 
+if not LONG:
+    OPTIMIZERS = {name: each for name, each in OPTIMIZERS.items() if name not in ("partial", "dampening", "own class")}
+
 
 def _chosen():
     found = {}
