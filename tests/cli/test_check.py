@@ -55,10 +55,10 @@ LOW = ["train.precision=bf16", "train.accumulate=2"]
     ("extra", "some"),
     [
         ([], [0]),  # some of each stage and placement, without or with recomputation
-        pytest.param([], [0, 1, 2, 3], marks=pytest.mark.long),
+        pytest.param([], [1, 2, 3], marks=pytest.mark.long),
         pytest.param(LOW, [0, 3, 6, 9], marks=pytest.mark.long),  # some of each stage and placement
     ],
-    ids=["fp32", "fp32, all", "bf16"],
+    ids=["fp32", "fp32, others", "bf16"],
 )
 def test_every_stage_and_placement_equals_plain_torch(tmp_path, extra, some):
     rows = list(choose_rows((), (), 40_000, 2, nvme=True, compiler=False))
@@ -251,7 +251,7 @@ def test_a_loop_and_an_optimizer_of_ones_own_are_certified():
         (check_loops.otherwise, "differs", r"first to differ: losses of rank 0 \(number 1: .* instead of"),
         (check_loops.refused, "refused", "not like this: do that instead"),
         (check_loops.broken, "error", "rank 1: ArithmeticError: on this rank only"),
-        (check_loops.stuck, "hung", "1 did not finish within 4 s"),
+        pytest.param(check_loops.stuck, "hung", "1 did not finish within 4 s", marks=pytest.mark.long),
     ],
     ids=["differs", "refused", "error", "hung"],
 )

@@ -23,7 +23,7 @@ from zerocli.errors import UserError
 from zerocli.plan.blocks.inputs import read_source
 from zerocli.plan.setup import Setup, setup_of
 
-some = settings(max_examples=300 if "ZEROCLI_TEST_LONG" in os.environ else 40, deadline=None)
+some = settings(max_examples=300 if "ZEROCLI_TEST_LONG" in os.environ else 20, deadline=None)
 OTHER = "papertape"
 
 

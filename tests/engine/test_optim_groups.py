@@ -84,8 +84,8 @@ def test_a_group_that_matches_nothing_is_refused():
 
 
 def chosen(row: int) -> list[tuple[int, str]]:
-    """Return the stages and placements of a row: all in the long set, else one or, for every second row, two."""
-    return spread(row, STAGES)[0 if LONG or row % 2 else 1 :]
+    """Return the stages and placements of a row: all in the long set, else one by turns."""
+    return spread(row, STAGES)[0 if LONG else 1 :]
 
 
 # -- schedulers ----------------------------------------------------------------------------------------------------
@@ -99,6 +99,9 @@ SCHEDULERS = {
         o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [3]
     ),
 }
+
+if not LONG:
+    SCHEDULERS = dict(list(SCHEDULERS.items())[::2])
 
 
 def _scheduled():
@@ -260,6 +263,9 @@ OPTIMIZERS = {
     "own matrix class": (RowNorm, {}, lambda ps: RowNorm(ps, lr=1e-2)),
     "flat": (Halving(), {}, lambda ps: HalvingInTorch(ps, lr=1e-2)),
 }
+
+if not LONG:
+    OPTIMIZERS = {name: each for name, each in OPTIMIZERS.items() if name not in ("partial", "dampening", "own class")}
 
 
 def _chosen():

@@ -89,7 +89,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("placement", "update"), CASES)
+@pytest.mark.parametrize(
+    ("placement", "update"), [*(pytest.param(*each, marks=pytest.mark.long) for each in CASES[2:]), *CASES[:2]]
+)
 def test_waiting_for_a_slow_disk_is_not_called_compute(tmp_path, monkeypatch, placement, update):
     monkeypatch.setattr(NvmeTier, "worker_class", SlowWorker)
     check_waits(tmp_path, "cpu", placement, update)

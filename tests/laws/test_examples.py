@@ -52,7 +52,7 @@ def test_the_examples_run(command):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("factory, seq", [("encoder_decoder:make", "16"), ("vision:make", "768")])
+@pytest.mark.parametrize("factory, seq", [("encoder_decoder:make", "16")])
 def test_models_that_are_not_causal_train_by_a_factory(tmp_path, factory, seq):
     pytest.importorskip("transformers", reason="transformers is an optional extra")
     flags = ["--steps", "3", "--batch", "2", "--seq", seq, "--stage", "3", "--ranks", "2", "--check", "3"]

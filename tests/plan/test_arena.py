@@ -102,7 +102,7 @@ MEASURED = {
 }
 """MiB by the driver's count, by number: `accuracy.py --random 20 --seed SEED --device cuda` on an H200; -: not run,
 or not since it takes less: initialisation, where some had their peak, or one gather buffer for embedding and head."""
-QUICK = (23, 53, 1717)
+QUICK = (1717,)
 RECOMPUTED = {
     53: {0: "recompute:4", 4: "recompute:8", 10: "recompute:16"} | dict.fromkeys((1, 2, 3, 6, 7), "recompute"),
     606: dict.fromkeys((1, 4, 11, 15, 18), "recompute"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import LONG, spread
 
 from offload.placement import ACTIVATIONS, Placement, Share
 from zerocli.cli import main as cli
@@ -72,7 +73,7 @@ def test_on_many_nodes_the_choice_may_be_groups_of_a_node():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gib", [32, *(pytest.param(gib, marks=pytest.mark.long) for gib in (8, 12, 16, 24, 48, 139))])
+@pytest.mark.parametrize("gib", [8, 32, 139])
 def test_no_placement_by_hand_is_faster(gib):
     shape, hardware = shape_of(LARGE, 1024), capped(gib)
     best = choose_setup(Formula(shape), setup(), hardware, FREE).best
@@ -107,6 +108,7 @@ def test_no_placement_by_hand_is_faster(gib):
             ("h100", 8.7, 27),
             {"recompute": read_recompute("recompute:32")},
             id="whole blocks where the host is the slower one",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -149,7 +151,7 @@ def lean(asked: Setup, stage: int) -> Setup:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(200, 216))
+@pytest.mark.parametrize("seed", range(200, 209))
 def test_no_placement_by_hand_is_faster_for_random_models(seed):
     rng = random.Random(seed)
     heads, layers = rng.choice([8, 16, 20, 32]), rng.choice([8, 16, 24, 32])
@@ -181,7 +183,8 @@ def test_no_placement_by_hand_is_faster_for_random_models(seed):
     for size in sorted({max(1, int(gib * share)) for share in (0.25, 0.5, 0.75)}):
         placements += [f"optimizer=hbm:{size}GiB+cpu", f"optimizer=hbm:{size}GiB+cpu,activations=cpu"]
     policies = ["keep", "selective", "recompute", f"recompute:{layers // 2}", f"selective:{layers // 2}"]
-    for stage, text, policy in itertools.product((1, 2, 3) if ranks > 1 else (3,), placements, policies):
+    every = list(itertools.product((1, 2, 3) if ranks > 1 else (3,), placements, policies))
+    for stage, text, policy in rng.sample(every, 40):
         tried = dataclasses.replace(asked, stage=stage, offload=text, recompute=read_recompute(policy))
         with contextlib.suppress(UserError):  # a stage without that placement
             by_hand = weigh(Formula(shape), tried, limits)
@@ -189,7 +192,7 @@ def test_no_placement_by_hand_is_faster_for_random_models(seed):
                 assert best is not None and best.cost <= by_hand.cost * 1.02, (stage, text, policy)
 
 
-@pytest.mark.parametrize("seed", [3, 5, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 12))])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 10))])
 def test_what_fits_with_all_states_off_the_device_is_not_refused(seed):
     """With a large batch rough plans may be a fifth too low, and what they propose does not fit by exact ones."""
     draw = random.Random(seed)
@@ -208,7 +211,8 @@ def test_what_fits_with_all_states_off_the_device_is_not_refused(seed):
     assert choice.best is not None and choice.best.cost <= least.cost * 1.001
 
 
-@pytest.mark.parametrize("tie", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tie", [True, False])
 def test_no_choice_is_slower_than_a_plain_placement_that_fits(tie):
     """Fragmentation of a mixture of whole and selective blocks says nothing about blocks that are all whole."""
     model = Formula(shape_of(dataclasses.replace(LLAMA_7B, tie=tie), 2048))
@@ -236,13 +240,14 @@ def test_what_only_lacks_the_margin_is_said_to_lack_memory(capsys):
     assert "GPU over by" in out and "fits: " not in out
 
 
+@pytest.mark.longer
 def test_what_needs_a_budget_is_not_refused(capsys, tmp_path):
     """13B on one H200 with 115 GiB of host memory: none of the plain placements fits, one with a budget does."""
     path = tmp_path / "large.toml"
     lines = [f"{key} = {json.dumps(value)}" for key, value in dataclasses.asdict(THIRTEEN).items() if key != "factory"]
     path.write_text("\n".join(["[model]", *lines, "[train]", "batch = 4", "seq = 2048"]))
     words = ["fit", str(path), "--hardware", "h200", "--ranks", "1", "--host-memory", "115GiB", "--nvme-space", "50GiB"]
-    for extra, most in (([], 3.2), (["--auto"], 2.2)):
+    for extra, most in (([], 3.2), (["--auto"], 2.2))[0 if LONG else 1 :]:
         assert cli.run([*words, *extra, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         best = found["candidates"][found["best"]["index"]]
@@ -292,6 +297,7 @@ def test_what_the_command_line_sets_is_kept():
         assert bool(kept.fitting) == (cap > least)
 
 
+@pytest.mark.long
 def test_where_only_exact_plans_fit_the_choice_is_compiled_too(monkeypatch):
     monkeypatch.setattr(_Search, "_checked", lambda *_: [])  # as if no rough plan had fitted
     shape = shape_of(NARROW, 1024)
@@ -305,6 +311,7 @@ def test_where_only_exact_plans_fit_the_choice_is_compiled_too(monkeypatch):
 NARROW = ModelConfig(layers=40, hidden=512, heads=8, vocab=32000, tie=False)
 
 
+@pytest.mark.longer
 def test_blocks_are_compiled_where_that_pays_for_itself():
     """Recomputation of narrow blocks is bound by the host, which compiled ones need less of."""
     shape, small = Formula(shape_of(NARROW, 1024)), capped(3.5)
@@ -316,13 +323,14 @@ def test_blocks_are_compiled_where_that_pays_for_itself():
     assert not eager.setup.compiled and long.setup.compiled
     alike = weigh(shape, dataclasses.replace(eager.setup, compiled=True), small)
     turning = math.ceil(COMPILING / (eager.cost - alike.cost))
-    assert chosen(turning + 1).setup.compiled and not chosen(turning - 1).setup.compiled
+    assert not chosen(turning - 1).setup.compiled
+    assert not LONG or chosen(turning + 1).setup.compiled
     assert "--set model.compile=true" in flags(long, FREE) and "--set model.compile=false" in flags(eager, FREE)
     assert "compile" not in flags(eager, FREE - {"model.compile"})
     # Compiled blocks are recomputed at another price: what is best for eager ones is not for these.
     assert alike.fits and long.cost < alike.cost and long.setup.recompute != eager.setup.recompute
     # Wide blocks that are kept: the host's time is hidden, and a compiled one moves few bytes less.
-    wide = Formula(shape_of(WIDE, 1024))
+    wide = Formula(shape_of(dataclasses.replace(WIDE, layers=4), 1024))
     assert not chosen(200, capped(139), wide).setup.compiled
 
 
@@ -380,6 +388,7 @@ def test_the_batch_of_an_example_is_kept(monkeypatch):
     assert choose_setup(traced, setup(batch=4, accumulate=4), ONE, FREE, global_batch=16) == [4]
 
 
+@pytest.mark.long
 def test_a_smaller_micro_batch_is_tried_where_no_half_fits():
     """A part of 9 has no halves: without 1 among the choices nothing would fit."""
     shape = shape_of(load_config("llama3-8b", sets=("model.layers=8",)).model, 8192)
@@ -442,7 +451,8 @@ def test_rough_plans_are_near_exact_ones(stage):
     states = ["", "optimizer=cpu", "optimizer=hbm:2GiB+cpu", "activations=cpu"]
     states += ["optimizer=cpu,grads=cpu", "optimizer=cpu,grads=hbm:1GiB+cpu"] if stage > 1 else []
     states += ["cpu", "optimizer=cpu,grads=cpu,params=hbm:1GiB+cpu"] if stage > 2 else []
-    for text, policy in itertools.product(states, ("keep", "selective", "recompute", "recompute:4+selective:5")):
+    policies = ("recompute:4+selective:5", "keep", "selective", "recompute")
+    for text, policy in [(text, policy) for row, text in enumerate(states) for policy in spread(row, policies)]:
         if "activations" in text and policy == "keep":
             continue
         one = setup(stage=stage, ranks=2, ranks_per_node=2, offload=text, recompute=read_recompute(policy))

@@ -138,7 +138,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, 3, 5])
 def test_a_change_that_fits_is_not_left_out_by_its_rough_plan(seed, monkeypatch):
     draw = random.Random(seed)
     sizes = {"layers": draw.choice([1, 3, 24]), "hidden": draw.choice([256, 2048]), "heads": 8}
@@ -170,12 +170,9 @@ def test_the_table_marks_the_fastest_and_explains_every_row(capsys):
     "name",
     [
         "gpt2",
-        "pythia-1b",
         "opt-350m",
         "qwen3-8b",
-        "gemma-2b",
-        "phi-2",
-        pytest.param("mixtral-8x7b", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("pythia-1b", "gemma-2b", "phi-2", "mixtral-8x7b")),
     ],
 )
 def test_hugging_face_configs_are_read_as_data(name, capsys, tmp_path):
@@ -356,18 +353,18 @@ def test_the_driver_is_asked_and_an_unknown_gpu_is_named(name, bf16, known, caps
 
 
 def test_several_kinds_of_machines_have_a_row_each(capsys):
-    words = ("llama3-70b", "--hardware", "h100,H200,b200,t4", "--batch", "2")
+    words = ("llama3-70b", "--hardware", "h100,B200,t4", "--batch", "2")
     code, answer = ask(capsys, *words, "--tokens", "1T", "--price", "2")
     machines = answer["machines"]
-    assert code == 0 and [each["hardware"] for each in machines] == ["h100", "h200", "b200", "t4"]
-    assert [each["fits"] for each in machines] == [True, True, True, False]
+    assert code == 0 and [each["hardware"] for each in machines] == ["h100", "b200", "t4"]
+    assert [each["fits"] for each in machines] == [True, True, False]
     steps = [each["candidate"]["step"] for each in machines]
-    assert steps[2]["tokens_per_second"] > steps[0]["tokens_per_second"] and answer["hardware"]["name"] == "b200"
-    assert all(0 < each["candidate"]["used"]["hbm"] <= 1 for each in machines[:3])
+    assert steps[1]["tokens_per_second"] > steps[0]["tokens_per_second"] and answer["hardware"]["name"] == "b200"
+    assert all(0 < each["candidate"]["used"]["hbm"] <= 1 for each in machines[:2])
     assert cli.run(["fit", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "%" in line] == ["h100", "h200", "b200", "t4"]
-    assert [line.split()[0] for line in lines if "--stage" in line] == ["h100:", "h200:", "b200:", "t4:"]
+    assert [line.split()[0] for line in lines if "%" in line] == ["h100", "b200", "t4"]
+    assert [line.split()[0] for line in lines if "--stage" in line] == ["h100:", "b200:", "t4:"]
 
 
 def test_days_and_cost_follow_from_the_tokens(capsys):
@@ -389,10 +386,6 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
     "words",
     [
         ["llama3-8b", "--ranks", "8", "--explain"],
-        pytest.param(
-            ["llama3-70b", "--ranks", "8", "--set", "activations.policy=auto", "--tokens", "15T", "--price", "3"],
-            marks=pytest.mark.long,
-        ),
         ["zero-1t", "--ranks", "1024", "--hardware", "v100", "--explain"],
         ["7.5B", "--ranks", "64"],
         ["1T", "--ranks", "1"],
@@ -406,14 +399,19 @@ def test_days_and_cost_follow_from_the_tokens(capsys):
             "--offload",
             "params=cpu,grads=cpu,optimizer=hbm:2GiB+cpu:9GiB+nvme",
         ],
-        ["llama3-70b", "--hardware", "h100,h200,b200,t4", "--tokens", "15T", "--price", "2.5"],
-        pytest.param(["--max", "--ranks", "64", "--hardware", "v100-32"], marks=pytest.mark.long),
         pytest.param(
-            ["llama3-8b", "--set", "model.layers=8", "--max", "batch", "--ranks", "1", "--host-memory", "120GiB"],
+            ["llama3-70b", "--hardware", "h100,h200,b200,t4", "--tokens", "15T", "--price", "2.5"],
             marks=pytest.mark.long,
         ),
-        pytest.param(["llama3-70b", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"], marks=pytest.mark.long),
-        ["tiny", "--set", "model.layers=1", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T", "--price", "2"],
+        pytest.param(
+            ["llama3-8b", "--set", "model.layers=8", "--lora", "16:q,v", "--ranks", "1", "--max", "seq"],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            ["tiny", "--set", "model.layers=1", "--hardware", "t4,h100", "--max", "seq", "--tokens", "1T"]
+            + ["--price", "2"],
+            marks=pytest.mark.long,
+        ),
         ["tiny", "--hardware", "t4,h100", "--tokens", f"{10**20}T", "--price", "9e11"],
         pytest.param(
             ["llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "40GiB"], marks=pytest.mark.long
@@ -434,10 +432,14 @@ def test_no_line_is_longer_than_80_columns(words, capsys):
     assert rows and all(line[end - 1] == "%" for line in rows)
 
 
-def test_what_is_to_be_pasted_is_broken_where_a_shell_allows_it(capsys):
+@pytest.mark.long
+def test_a_long_placement_is_to_be_pasted_whole(capsys):
     assert cli.run(["fit", "llama3-70b", "--ranks", "8", "--host-memory", "500GiB", "--gpu-memory", "30GiB"]) == 0
     shown = capsys.readouterr().out.partition("\nfits:\n")[2].replace("\\\n", "").splitlines()[0]
     assert re.fullmatch(r"--stage 3 --offload \S{60,}", " ".join(shown.split()))
+
+
+def test_what_is_to_be_pasted_is_broken_where_a_shell_allows_it():
     long = "--offload " + "x" * 90
     arguments = (
         f"--stage 3 --batch 2 {long} --set train.accumulate=2 --set activations.policy=recompute:12+selective:20 -v"
@@ -458,10 +460,10 @@ def tiny_factory():
     "words",
     [
         ("llama3-8b", "--stage", "3"),
-        ("llama3-8b",),
+        pytest.param(("llama3-8b",), marks=pytest.mark.long),
         ("llama3-8b", "--stage", "3", "--auto"),
-        ("llama3-8b", "--max", "batch"),
-        ("llama3-8b", "--hardware", "h100,h200"),
+        pytest.param(("llama3-8b", "--max", "batch"), marks=pytest.mark.long),
+        pytest.param(("llama3-8b", "--hardware", "h100,h200"), marks=pytest.mark.long),
         ("7.5B",),
         ("test_fit:tiny_factory",),
     ],
@@ -618,7 +620,7 @@ def test_no_torch_for_a_known_family():
     import subprocess
 
     code = "import sys; from zerocli.cli import main as cli; cli.run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    words = ["fit", "zero-1t", "--ranks", "1024"]
+    words = ["fit", "gpt2-124m", "--ranks", "1", "--stage", "0"]
     assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True).returncode == 0
 
 

@@ -59,11 +59,11 @@ LORA = ("llama3-8b", "--lora", "16", "--ranks", "1", "--gpu-memory", "24GiB")
 @pytest.mark.parametrize(
     ("kind", "words", "placements"),
     [
-        pytest.param("batch", (*SMALL, "--set", "activations.policy=recompute"), [ALL, "activations=cpu"], id="small"),
+        pytest.param("batch", (*SMALL, "--set", "activations.policy=recompute"), ["activations=cpu"], id="small"),
         pytest.param("batch", ONE, [ALL, "optimizer=cpu,activations=cpu"], id="one", marks=pytest.mark.long),
         pytest.param("seq", LORA, ["params=cpu,activations=cpu"], id="lora", marks=pytest.mark.long),
         pytest.param("batch", V100, [ALL, "cpu", ""], id="auto", marks=pytest.mark.long),
-        pytest.param("model", V100, [ALL, "cpu"], id="model", marks=pytest.mark.long),
+        pytest.param("model", V100, [ALL], id="model", marks=pytest.mark.long),
         pytest.param("batch", (*SMALL, "--auto"), ["", ALL], id="auto flag", marks=pytest.mark.long),
     ],
 )
@@ -162,6 +162,7 @@ def test_a_count_has_no_batch(capsys):
     assert "needs a model with a shape" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_machines_are_compared_by_their_largest(capsys):
     words = (*FEW_BLOCKS, "--hardware", "rtx4090,h200", "--max", "batch", "--ranks", "1")
     _, answer = ask(capsys, *words)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import LONG
 from ranks import run_cases, run_ranks
 
 from tiers.pages import resident_nbytes
@@ -212,9 +213,10 @@ def test_a_run_folder_counts_as_nvme_on_one_node_and_on_no_tier_on_several(capsy
     )
 
 
+@pytest.mark.longer
 def test_a_node_without_disks_is_planned(capsys, no_gpu):
     """Nothing fits on its nvme tier; its run folder is elsewhere, so checkpoints count on no tier."""
-    for space in ("0", "0B"):
+    for space in ("0", "0B")[0 if LONG else 1 :]:
         words = ("gpt2-124m", "--ranks", "2", "--nvme-space", space, "--set", "checkpoint.every=10")
         answer = ask(capsys, *words)
         for each in answer["candidates"]:
@@ -226,6 +228,7 @@ def test_a_node_without_disks_is_planned(capsys, no_gpu):
         assert f"{flag} 0B is not above 0" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_largest_count_is_of_model_states_alone(capsys, no_gpu):
     words = ("--max", "--ranks", "8", "--stage", "3", "--offload", "nvme", "--nvme-space", "100GiB")
     without = ask(capsys, *words)["max"]

@@ -30,7 +30,10 @@ def tiny(*sets: str) -> configs.Config:
     return configs.load("tiny", ["parallel.ranks=2", *sets], {})
 
 
-@pytest.mark.parametrize("words", [["llama3-70b", "--ranks", "2"], ["tiny", "--batch", "1000000"]])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(["llama3-70b", "--ranks", "2"], marks=pytest.mark.long), ["tiny", "--batch", "1000000"]],
+)
 def test_a_dry_run_of_what_does_not_fit_is_3_with_a_verdict(words, capsys):
     assert cli.run(["train", *words, "--dry-run", "--json"]) == 3
     answer = json.loads(capsys.readouterr().out)

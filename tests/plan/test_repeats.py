@@ -85,7 +85,7 @@ def without_fragments(plan: Plan) -> Plan:
     return dataclasses.replace(plan, rows=rows, fragments=0)
 
 
-@pytest.mark.parametrize(("seed", "number"), [(17, 10), pytest.param(18, 80, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("seed", "number"), [(17, 5), pytest.param(18, 80, marks=pytest.mark.long)])
 def test_a_few_blocks_give_the_plan_of_all(monkeypatch, forget_plans, seed, number):
     """Random models and setups of up to 64 blocks, with budgets that end in the middle of the blocks."""
     rng = random.Random(seed)

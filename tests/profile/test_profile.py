@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lengths import LONG
 from profiled import SMALL, after_forward, profile, rows
 from ranks import run_ranks
 from toys import Uneven, split, uneven_batch
@@ -65,7 +66,7 @@ def auto(recompute: Recompute) -> tuple[str, ...]:
     return (*STAGE_3, "activations.policy=auto", f"train.gpu_memory={int(needed / (1 - MARGIN)) + 1}B")
 
 
-TIMED = ("stage 0", "stage 3", "offload")
+TIMED = ("stage 0", "stage 3")
 """Runs of six steps, of which three are timed; of the others only the memory and the first losses are compared."""
 
 
@@ -74,7 +75,7 @@ def documents(tmp_path_factory):
     """One profiled run of each way to train that the laws compare."""
     folder = tmp_path_factory.mktemp("runs")
     ways = {"stage 0": STAGE_0, "stage 3": STAGE_3, "offload": OFFLOAD, "recompute": RECOMPUTE}
-    ways |= {"selective": SELECTIVE, "auto": auto(Recompute(1, 2))}
+    ways |= {"selective": SELECTIVE, "auto": auto(Recompute(1, 2))} if LONG else {}
     nvme = (*STAGE_3, "offload.placement=nvme", f"offload.nvme_path={json.dumps([str(folder)])}")
     found = {}
     for name, sets in (ways | {"nvme": nvme}).items():
@@ -84,7 +85,9 @@ def documents(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "selective", "nvme"])
+@pytest.mark.parametrize(
+    "way", ["stage 0", "stage 3", "offload", "recompute", pytest.param("selective", marks=pytest.mark.long), "nvme"]
+)
 def test_rows_and_unattributed_add_up_to_the_peak_on_every_tier(documents, way):
     document = documents[way]
     for tier, peak in document["peak"].items():
@@ -98,7 +101,11 @@ def test_rows_and_unattributed_add_up_to_the_peak_on_every_tier(documents, way):
     assert used == {"hbm", *{"offload": ["dram"], "nvme": ["dram", "nvme"]}.get(way, [])}
 
 
-@pytest.mark.parametrize("way", ["stage 0", "stage 3", "offload", "recompute", "selective", "auto"])
+@pytest.mark.parametrize(
+    "way",
+    ["stage 0", "stage 3", "offload", "recompute"]
+    + [pytest.param(each, marks=pytest.mark.long) for each in ("selective", "auto")],
+)
 def test_predicted_is_beside_measured(documents, way):
     document = documents[way]
     if way == "auto":  # two of three blocks are selective, the other is recomputed whole
@@ -176,6 +183,7 @@ def test_offload_moves_states_to_the_host_and_nothing_else(documents):
     assert not rows(documents["stage 3"], "dram")
 
 
+@pytest.mark.longer
 def test_recomputing_keeps_the_inputs_of_blocks_and_nothing_else_changes(documents):
     keep, again = after_forward(documents["stage 3"]), after_forward(documents["recompute"])
     for same in ("parameters", "gradients", "optimizer_states", "gathered", "logits", "runtime"):
@@ -185,7 +193,7 @@ def test_recomputing_keeps_the_inputs_of_blocks_and_nothing_else_changes(documen
     assert checkpoints <= again["activations"] <= checkpoints + 4 * TOKENS * HIDDEN * 4
     assert keep["activations"] > LAYERS * 14 * TOKENS * HIDDEN * 4
     assert abs(keep["buffers"] - again["buffers"]) < 512
-    for way in ("recompute", "selective", "auto"):
+    for way in {"recompute", "selective", "auto"} & set(documents):
         assert documents[way]["losses"] == documents["stage 3"]["losses"][:3]
 
 
@@ -198,6 +206,7 @@ def balances(document) -> None:
         assert sum(found.values()) == peak["measured"] and abs(found.get(UNATTRIBUTED, 0)) <= 0.02 * peak["measured"]
 
 
+@pytest.mark.long
 def test_tensor_parallel_rows_are_of_what_a_rank_has(tmp_path):
     document = profile(tmp_path, *STAGE_3, "parallel.tp=2", "activations.policy=recompute", "train.steps=3", world=4)
     balances(document)

@@ -171,7 +171,7 @@ OTHER_FILES = ("metrics.jsonl", "config.json")
 
 @pytest.mark.parametrize(
     ("file", "every"),
-    [("profile.json", 5), *(pytest.param(f, 1, marks=pytest.mark.long) for f in ("profile.json", *OTHER_FILES))],
+    [("profile.json", 15), *(pytest.param(f, 1, marks=pytest.mark.long) for f in ("profile.json", *OTHER_FILES))],
 )
 def test_whatever_stands_in_a_file_the_run_is_shown_or_refused_in_words(run, file, every):
     """No value in any place leads to anything but a report, a page and a trace, or an error that says what is wrong."""

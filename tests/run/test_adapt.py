@@ -18,7 +18,7 @@ from zerocli.engine.events import BACKWARD, FORWARD, Events
 from zerocli.plan.search.adapt import PAYBACK
 
 FREE = frozenset(AUTOMATIC)
-SETS = [*TINY, "model.layers=3", "model.hidden=64", "train.batch=8", "train.seq=16", "train.steps=16"]
+SETS = [*TINY, "model.layers=3", "model.hidden=64", "train.batch=8", "train.seq=16", "train.steps=12"]
 SETS += ["checkpoint.every=5", "optimizer.schedule=constant"]  # a run's length changes no loss
 AWAY = ("zero.stage=2", "offload.placement=optimizer=nvme", "train.adapt=true")
 
@@ -112,7 +112,7 @@ def test_a_run_killed_while_it_moves_resumes_to_the_same_numbers(tmp_path, data,
 def test_a_run_killed_after_its_move_goes_on_from_there(tmp_path, data, plain):
     (swap := tmp_path / "swap").mkdir()
     sets = (*SETS, data, *AWAY, f"offload.nvme_path={swap}", "train.watchdog=0", "checkpoint.every=2")
-    killed = train(tmp_path / "run", *sets, events=(SlowDisk(),), death=Death((0, 1), 15, "optimizer"))
+    killed = train(tmp_path / "run", *sets, events=(SlowDisk(),), death=Death((0, 1), 11, "optimizer"))
     assert killed.codes == [-9, -9] and placement(tmp_path / "run") == "", killed.said
     left = [each for each in sets if "placement" not in each] + ["offload.placement="]  # as config.json has it
     resumed = train(tmp_path / "run", *left, resume=True)

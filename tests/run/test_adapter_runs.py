@@ -125,6 +125,7 @@ def test_another_base_is_refused_and_one_that_moved_is_asked_for(whole, base, tm
     assert changed == {n for n in began.entries if "c_" in n and n.endswith(".weight")}
 
 
+@pytest.mark.long
 def test_a_base_of_random_weights_follows_from_the_seed(tmp_path, capsys):
     """A run without a folder: a resumed one makes its base again, and another seed is another base."""
     run, sets = tmp_path / "run", ("lora.rank=2", "lora.dora=true", "lora.base=nf4")

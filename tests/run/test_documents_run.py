@@ -70,6 +70,7 @@ def test_one_rank_and_two_ranks_train_on_the_same_samples(tmp_path, whole, data)
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_check_compares_masked_and_random_micro_steps_too(tmp_path, data):
     sets = sets_of(data, "data.tokenizer=bytes", "train.accumulate=2", "checkpoint.every=0", "train.steps=3")
     sets = (*sets[1:], "model.dropout=0.2")  # a model of ours; each micro-step of each rank draws its own numbers

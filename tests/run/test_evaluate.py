@@ -108,6 +108,7 @@ def test_the_result_does_not_depend_on_ranks_or_batches():
     assert run_ranks(2, _evaluated, 0, 3, 1)[1][1] == 24  # a limit of fewer batches than ranks
 
 
+@pytest.mark.long
 def test_a_validation_file_is_evaluated_and_changes_no_data(tmp_path):
     (tmp_path / "held.txt").write_text("held out, every byte of it\n" * 5)
     plain = runs.train(tmp_path / "plain")

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from lengths import LONG
 from runs import Death, as_rank_0, deaths, losses, train
 
 from zerocli.checkpoint.folder import Folder
@@ -97,6 +96,7 @@ def test_a_run_that_its_own_loss_ends_has_recorded_itself(tmp_path):
     assert recorded(tmp_path / "run")["losses"][-1] is None  # not a number
 
 
+@pytest.mark.long
 def test_a_run_saves_when_its_time_is_nearly_up(tmp_path, whole):
     stopped = train(tmp_path / "run", "checkpoint.every=0", "checkpoint.time_limit=0.001")
     assert stopped.codes == [75, 75] and "time limit" in stopped.said[0]
@@ -104,11 +104,11 @@ def test_a_run_saves_when_its_time_is_nearly_up(tmp_path, whole):
     assert losses(tmp_path / "run") == whole
 
 
-@pytest.mark.longer
+@pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_ranks_and_another_stage(tmp_path):
     """1 -> 2 -> 4 -> 3 ranks, one global batch of 12: the same data, and losses to rounding."""
     common = ("train.global_batch=12", "train.steps=8", "checkpoint.every=2", "optimizer.schedule=constant")
-    for world, stage, steps in ((1, 0, 2), (2, 3, 4), (4, 2, 6), (3, 1, 8))[:: 1 if LONG else 3]:
+    for world, stage, steps in ((1, 0, 2), (2, 3, 4), (4, 2, 6), (3, 1, 8)):
         # The schedule is constant: what remains of a run must not depend on where it is cut.
         sets = (*common, f"zero.stage={stage}", f"train.steps={steps}", f"train.batch={6 if world == 1 else 1}")
         ended = train(tmp_path / "run", *sets, world=world, resume=True)

@@ -91,7 +91,8 @@ def test_a_file_that_kept_its_name_is_swept_once_its_owner_is_dead(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ("nameless", pytest.param("named", marks=pytest.mark.long)))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ("nameless", "named"))
 def test_a_process_that_forgets_to_close_ends_quietly_and_leaves_nothing(tmp_path, name):
     with child(tmp_path, name, "leave") as process:
         assert process.wait() == 0
