@@ -90,14 +90,16 @@ def test_the_deepest_model_is_not_cut_short(capsys):
 
 
 @pytest.mark.long
-def test_what_is_called_the_fastest_is_faster_than_all_states_in_host_memory(capsys):
+def test_what_is_called_the_fastest_is_faster_than_states_in_host_memory(capsys):
     words = ("tiny", "--set", "model.family=llama", "--set", "model.layers=4", "--set", "model.hidden=1536")
     words += ("--set", "model.heads=24", "--set", "model.vocab=128256", "--set", "model.tie=false")
     words += ("--precision", "bf16", "--ranks", "4", "--hardware", "l40s", "--set", "activations.policy=auto")
     _, answer = ask(capsys, *words, "--batch", "1", "--gpu-memory", "6GiB", "--max", "seq")
     best = answer["candidates"][answer["best"]["index"]]
     room = ("--gpu-memory", f"{answer['hardware']['gpu_memory']}B", "--seq", str(answer["max"]["value"]))
-    code, by_hand = ask(capsys, *words, "--batch", "1", *room, "--stage", "3", "--offload", ALL)
+    # Gradients stay: on their way to host memory they would need more of the GPU.
+    away = "optimizer=cpu,params=cpu,activations=cpu"
+    code, by_hand = ask(capsys, *words, "--batch", "1", *room, "--stage", "3", "--offload", away)
     assert code == 0 and best["step"]["seconds"] <= 1.01 * by_hand["candidates"][0]["step"]["seconds"]
 
 
