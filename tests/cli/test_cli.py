@@ -434,4 +434,5 @@ def test_a_disk_that_nobody_measured_is_measured_once(monkeypatch, tmp_path):
     assert lines == [f"measured disk {tmp_path}: read 2 GB/s, write 1 GB/s, both 0.5 GB/s"]
     assert plan_bench.measure_unknown(plan_bench.gather(paths), paths) == [] and len(asked) == 1
     setup = Setup(device="cpu", ranks=2, ranks_per_node=2)
-    assert automatic.hardware_here(paths, setup, 1 << 30).disk == 0.5
+    here = automatic.hardware_here(paths, setup, 1 << 30)
+    assert (here.disk, here.source) == (0.5, "this machine, measured: disk; other rates of a typical CPU")

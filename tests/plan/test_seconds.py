@@ -310,6 +310,8 @@ def test_measured_rates_take_the_place_of_a_presets():
     assert (here.pcie, here.both_ways, here.disk) == (54.0, pytest.approx(92 / 108), 4.05)
     older = this_machine(facts, {"/scratch": {"result": {"read": 3.9, "write": 3.7}}})
     assert older is not None and (older.disk, older.pcie) == (3.7, NODE.pcie)
+    assert here.source == "this machine, measured: link, disk; other rates of h200"
+    assert older.source == "this machine, measured: disk; other rates of h200"
     assert this_machine({"gpus": []}, {}) is None
 
 

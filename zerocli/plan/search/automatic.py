@@ -20,7 +20,7 @@ from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
 from zerocli.plan.time import bench
 from zerocli.plan.time.compute import FP32_PRODUCTS, PRODUCTS
-from zerocli.plan.time.hardware import PRESETS, RATES, Hardware, disk_rate, this_machine
+from zerocli.plan.time.hardware import PRESETS, RATES, Hardware, disk_rate, rates_source, this_machine
 
 STAGES = (0, 1, 2, 3)
 LEFT_FREE = f"{MARGIN:.0%} of the device and {HOST_MARGIN:.0%} of the rest"
@@ -51,7 +51,7 @@ def hardware_here(paths: tuple[str, ...], setup: Setup, room: int) -> Hardware:
             *("cpu", room, peak, rates["memory"] / setup.local_ranks, copied),
             **{"network": 1.0, "pcie": copied, "gpus": setup.local_ranks, "disk": disk or 1.0, "adam": rates["adam"]},
             products=products * PRODUCTS,
-            source="this machine",
+            source=rates_source(measured, "a typical CPU"),
         )
         host = room * setup.local_ranks  # host memory is the device's
     return dataclasses.replace(found, gpu_memory=room, host_memory=host, nvme_space=sum(disks.values()))
@@ -158,12 +158,11 @@ def describe(choice: Choice, hardware: Hardware, written: Callable[[Candidate], 
     lines = [f"auto: {written(best)}", f"  {_reason(best)}; the fastest of {choice.number} that were weighed"]
     if second is not None:
         lines.append(f"  next: {written(second)}: {_reason(second)}")
-    rates = "rates measured" if "measured" in hardware.source else f"rates: {printable(hardware.source)}"
     disk = f", disk {format_bytes(hardware.nvme_space)}" if hardware.nvme_space else ""
     return [
         *lines,
         f"  chosen for {format_bytes(hardware.gpu_memory)} per device, host memory {format_bytes(hardware.host_memory)}"
-        f"{disk}; {LEFT_FREE} stay free; {rates}",
+        f"{disk}; {LEFT_FREE} stay free; rates: {printable(hardware.source)}",
     ]
 
 

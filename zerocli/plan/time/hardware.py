@@ -187,7 +187,7 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
         "gpu_memory": int(gpus[0]["memory"] * USABLE),
         "host_memory": facts["memory"]["available"],
         "nvme_space": max((disk["free"] for disk in facts["disks"].values()), default=0),
-        "source": f"this machine, rates of {known}",
+        "source": rates_source(measured, known),
         "known": bool(found),
         "bf16": PRESETS[known].bf16 and not _WITHOUT_BF16.search(lowered),
     }
@@ -197,7 +197,6 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
             changes["pcie"] = min(result["up"], result.get("down", result["up"]))
             if _rate(result.get("both")):
                 changes["both_ways"] = min(1.0, max(0.5, result["both"] / (2 * changes["pcie"])))
-            changes["source"] = f"this machine, measured; other rates of {known}"
         elif name == "compute" and all(_rate(result.get(each)) for each in ("products", "memory", "adam")):
             changes |= {"products": result["products"] * SUSTAINED, "adam": result["adam"]}
             changes["hbm"] = result["memory"] / COPIED
@@ -205,6 +204,16 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
     if disk := disk_rate(measured):
         changes["disk"] = disk
     return dataclasses.replace(PRESETS[known], **changes)
+
+
+def rates_source(measured: Mapping[str, Any], others: str) -> str:
+    """Return which rates of this machine are measured, and whose the others are, in words."""
+    names = {"dram_hbm": "link", "compute": "compute"}
+    read = [name for name, entry in measured.items() if isinstance(entry, dict) and entry.get("result")]
+    found = dict.fromkeys(names.get(name, "disk") for name in read)
+    if not found:
+        return f"this machine, rates of {others}"
+    return f"this machine, measured: {', '.join(found)}; other rates of {others}"
 
 
 def disk_rate(measured: Mapping[str, Any]) -> float:
