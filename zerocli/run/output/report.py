@@ -59,8 +59,16 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {count_of(world, each)} x accumulate "
             f"{train.accumulate} x seq {train.seq}",
             *([*offload, *engine.tiers.notes] if engine.placement.tiers else []),
+            *_update(engine),
         ]
     )
+
+
+def _update(engine: Engine) -> list[str]:
+    """Return whether updates on the CPU are compiled, and why; nothing if there are none."""
+    on_cpu = engine.device.type == "cpu" or (engine.updater.on_cpu and any(flat.offloaded for flat in engine.flats()))
+    compiled = str(engine.updater.compiled is not None).lower()
+    return [f"compiled update {compiled} ({engine.compiled_reason})"] if on_cpu else []
 
 
 def precision_line(asked: str, device: torch.device) -> str:
