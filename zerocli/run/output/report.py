@@ -21,6 +21,7 @@ from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.codecs import CODECS
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
+from zerocli.models.lora import unadapted
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
@@ -108,8 +109,8 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     factor = (
         f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     )
-    packed = sum(parameter.dim() > 2 for parameter in engine.model.parameters())
-    without = f"; {count_of(packed, 'packed tensor')} of experts without one" if packed else ""
+    plain = unadapted(engine.model)
+    without = f"; {count_of(len(plain), 'packed tensor')} of experts without one" if plain else ""
     stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
     return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
 
