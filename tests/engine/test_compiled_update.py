@@ -240,7 +240,9 @@ def test_a_cache_that_cannot_be_written_does_not_matter(monkeypatch, tmp_path):
 @needs_compiler
 def test_it_is_chosen_where_it_is_faster(monkeypatch):
     def choose(asked, rule, numel, plain=2.0):
-        monkeypatch.setattr(update_place, "measure_cpu", lambda split, numel, compiled=None: 1.0 if compiled else plain)
+        monkeypatch.setattr(
+            update_place, "measure_cpu", lambda split, numel, compiled=None, dtype=None: 1.0 if compiled else plain
+        )
         kernel, reason = update_place.choose_compiled(asked, rule, numel, True)
         return kernel is not None, reason
 

@@ -232,7 +232,9 @@ class Engine:
         compiled, self.compiled_reason = None, "nothing is updated on the CPU"
         if self.device.type == "cpu" or (offloaded and settings.update != "stream"):
             held = [flat.held.numel for flat in self.trainable() if self.device.type == "cpu" or flat.offloaded]
-            compiled, self.compiled_reason = choose_compiled(settings.compile_update, self.rule, sum(held), split)
+            compiled, self.compiled_reason = choose_compiled(
+                *(settings.compile_update, self.rule, sum(held), split, self.precision.compute)
+            )
         on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, split, compiled)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import torch
@@ -26,10 +27,10 @@ TRIAL_NUMEL = 2 << 20
 
 
 def choose_compiled(
-    asked: bool | str, rule: FlatOptimizer, numel: int, split: bool = False
+    asked: bool | str, rule: FlatOptimizer, numel: int, split: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[CompiledAdam | None, str]:
-    """Return the kernel for the update of `numel` parameters on the CPU, or None, and why; never raises for a kernel
-    that cannot be had.
+    """Return the kernel for the update of `numel` parameters of this dtype on the CPU, or None, and why; never raises
+    for a kernel that cannot be had.
     """
     if asked not in (True, False, "auto"):
         raise ValueError(f"compile_update {asked!r} is not one of auto, True, False")
@@ -46,7 +47,7 @@ def choose_compiled(
         return None, str(error)
     if asked is True:
         return kernel, "as asked"
-    ratio = measure_cpu(split, TRIAL_NUMEL) / measure_cpu(split, TRIAL_NUMEL, kernel)
+    ratio = measure_cpu(split, TRIAL_NUMEL, dtype=dtype) / measure_cpu(split, TRIAL_NUMEL, kernel, dtype)
     if ratio <= 1:
         return None, "no faster than torch's operations, measured"
     return kernel, f"{ratio:.2g} times as fast as torch's operations, measured"
@@ -93,13 +94,16 @@ def measure_stream(device: torch.device, width: int, nbytes: int = 64 << 20) -> 
     return best / (nbytes / width)
 
 
-def measure_cpu(split: bool, numel: int = 16 << 20, compiled: CompiledAdam | None = None) -> float:
+def measure_cpu(
+    split: bool, numel: int = 16 << 20, compiled: CompiledAdam | None = None, dtype: torch.dtype = torch.bfloat16
+) -> float:
     """Return the seconds per parameter of an Adam update on this host, casts and memory reads included.
 
     That many parameters do not fit a cache, and take less memory (0.2 GiB) than the first step of any model.
     """
-    arrays = {name: torch.rand(numel) for name in ("exp_avg", "exp_avg_sq", *(() if split else (MASTER,)))}
-    grad, out = torch.rand(numel).bfloat16(), torch.rand(numel).bfloat16()
+    random = functools.partial(torch.rand, numel, generator=torch.Generator())  # its own: a run draws from torch's
+    arrays = {name: random() for name in ("exp_avg", "exp_avg_sq", *(() if split else (MASTER,)))}
+    grad, out = random().to(dtype), random().to(dtype) if dtype != torch.float32 else None
     if split:
         arrays[REMAINDER] = torch.zeros(numel, dtype=torch.int16)
     one = torch.ones(())
@@ -108,7 +112,7 @@ def measure_cpu(split: bool, numel: int = 16 << 20, compiled: CompiledAdam | Non
     threads = torch.get_num_threads()
     sizing = Sizing(STAGES[1], device="cpu", update_on_cpu=True, split_master=split, threads=threads)
     updater = Updater(rule, Counts(cpu), Collectives.alone(cpu), cpu, sizing, compiled=compiled)
-    piece = numel if compiled is not None else sizing.update_chunk(out.itemsize, "cpu")
+    piece = numel if compiled is not None else sizing.update_chunk(dtype.itemsize, "cpu")
     values = StepValues((group,), torch.ones(1), one, torch.zeros(()))
     best = float("inf")
     for _ in range(3):
