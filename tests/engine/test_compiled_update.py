@@ -257,6 +257,15 @@ def test_it_is_chosen_where_it_is_faster(monkeypatch):
         choose("yes", adam, many)
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_choosing_draws_no_random_number_of_a_run(monkeypatch, dtype):
+    monkeypatch.setattr(update_place, "TRIAL_NUMEL", 1000)
+    before = torch.get_rng_state()
+    update_place.choose_compiled("auto", FusedAdam(True), 1 << 30, dtype == torch.bfloat16, dtype)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_processor_is_part_of_a_kernels_name(tmp_path):
     (tmp_path / "proc").mkdir()
     assert machine.processor(tmp_path) == machine.platform.processor()
