@@ -654,7 +654,7 @@ def test_a_snapshot_holds_every_flat_until_it_is_read():
 
 def test_a_wait_for_want_of_buffer_is_told_once_with_the_buffer_that_spares_it(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "SAVE_SLOT_NBYTES", 64 << 10)
-    monkeypatch.setattr(savers, "WORTH_SAYING_SECONDS", 0.0)
+    monkeypatch.setattr(savers, "MIN_ADVISED_SECONDS", 0.0)
     model, said = nn.Linear(300, 400), []
     engine = zerocli.shard(model, stage=3, lr=0.1)
     saver = Saver(engine, tmp_path, buffer_nbytes=1, say=said.append, keep=9)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zerocli.checkpoint import safetensors, source_files
-from zerocli.checkpoint.adapters import PARAMETERS, StoredBase, adapter_mappings, refuse_other_base
+from zerocli.checkpoint.adapters import PARAMETERS, EncodedBase, adapter_mappings, refuse_other_base
 from zerocli.checkpoint.export import DTYPES, Exported, Row, dtype_of, export_folder, write_files, write_parameters
 from zerocli.checkpoint.manifest import Manifest
 from zerocli.checkpoint.reader import Reader
@@ -122,7 +122,7 @@ class Merged:
         self._stored = None
         if config.lora.base in CODECS:
             precision = PRECISIONS[str(reader.manifest.values.get("precision"))]
-            self._stored = StoredBase(config, weights, precision.compute)
+            self._stored = EncodedBase(config, weights, precision.compute)
 
     def values(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, values) of a tensor of the merged model."""

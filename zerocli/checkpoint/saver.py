@@ -30,7 +30,7 @@ from zerocli.ranks.loss import Severed, severed
 from zerocli.ranks.progress import Progress
 
 BUFFER_NBYTES = 1 << 30
-WORTH_SAYING_SECONDS = 0.5
+MIN_ADVISED_SECONDS = 0.5
 """Training must have waited this long for a save before a larger buffer is suggested."""
 
 
@@ -133,7 +133,7 @@ class Saver:
     def _advice(self, snapshot: Snapshot) -> str:
         """Return, once, advice on a larger buffer if updates had to wait for this save; else an empty text."""
         held, wanted = snapshot.held_seconds, snapshot.wanted_nbytes
-        if self._advised or held < WORTH_SAYING_SECONDS or wanted <= self._buffer_nbytes:
+        if self._advised or held < MIN_ADVISED_SECONDS or wanted <= self._buffer_nbytes:
             return ""
         self._advised = True
         size = f"{-(-wanted // 2**30)}GiB"

@@ -20,7 +20,7 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
 BENCH_NBYTES = 256 << 20
 BENCH_SECONDS = 4.0
-QUICK_NBYTES, QUICK_SECONDS = 64 << 20, 0.5
+UNMEASURED_NBYTES, UNMEASURED_SECONDS = 64 << 20, 0.5
 """The same for a disk that `--auto` may choose and nobody measured."""
 COMPUTE = "compute"
 """Names the rates of `zerocli.plan.time.rates`."""
@@ -75,7 +75,7 @@ def measure_unknown(facts: dict[str, Any], paths: tuple[str, ...]) -> list[str]:
     lines = []
     for path in paths:
         if bench_key(facts, path) not in read_cache():
-            result = _disk(_tiers_bench(), path, QUICK_NBYTES, QUICK_SECONDS)
+            result = _disk(_tiers_bench(), path, UNMEASURED_NBYTES, UNMEASURED_SECONDS)
             _remember(bench_key(facts, path), result)
             lines.append(f"measured disk {path}: {in_words(result)}")
     return lines
