@@ -239,7 +239,6 @@ class Engine:
             self.device,
             sizing=self.sizing,
             events=self.events,
-            chunk_device=self.settings.chunk_device,
         )
 
     def _wrap_modules(self) -> None:
