@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -19,11 +20,6 @@ from pathlib import Path
 
 from tiers.limits import cgroup_folders, read_limits
 from zerocli.errors import UserError
-
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
 
 ROOT = Path("/")
 
@@ -47,8 +43,6 @@ class Memory:
 
 def allow_open_files(needed: int) -> None:
     """Have this process and its children may open `needed` files; raise UserError where its limit forbids that."""
-    if resource is None:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -182,10 +176,8 @@ def started(pid: int) -> int | None:
 
 def backends() -> list[str]:
     """Return the names of torch's distributed backends on this machine (imports torch)."""
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        return []
+    import torch.distributed as dist
+
     if not dist.is_available():
         return []
     found = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}

@@ -221,7 +221,7 @@ def adapter_mappings(
 # -- a base in 4 or 8 bits -----------------------------------------------------------------------------------------
 
 
-class StoredBase:
+class EncodedBase:
     """The matrices of a base's files as a run used them that stored its base in 4 or 8 bits: encoded and decoded."""
 
     def __init__(self, config: Config, weights: Weights, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ import torch
 from zerocli.checkpoint import safetensors, source_files
 from zerocli.checkpoint.adapters import (
     PARAMETERS,
-    StoredBase,
+    EncodedBase,
     adapter_mappings,
     part_of,
     read_whole,
@@ -143,7 +143,7 @@ class Merged:
         self._stored = None
         if config.lora.base in CODECS:
             precision = PRECISIONS[str(reader.manifest.values.get("precision"))]
-            self._stored = StoredBase(config, weights, precision.compute)
+            self._stored = EncodedBase(config, weights, precision.compute)
         self._packed: dict[str, Packed] = {}
         """Name of a tensor in the files -> the packed tensor with adapters that it is a part of."""
         self._last: tuple[Packed, torch.Tensor] | None = None

@@ -12,7 +12,7 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EXAMPLE = "--lora 16, or --lora 16:q_proj,v_proj, or a folder with an adapter_config.json"
-SHORT: dict[str, tuple[str, ...]] = {
+PROJECTION_NAMES: dict[str, tuple[str, ...]] = {
     "q": ("q_proj", "wq"),
     "k": ("k_proj", "wk"),
     "v": ("v_proj", "wv"),
@@ -99,7 +99,7 @@ def matches(targets: tuple[str, ...], *names: str) -> bool:
         if target == ALL_LINEAR:
             return True
         plain = re.fullmatch(r"[\w.]+", target)
-        ends = (target, *SHORT.get(target, ()))
+        ends = (target, *PROJECTION_NAMES.get(target, ()))
         for name in names:
             if any(name == end or name.endswith(f".{end}") for end in ends) if plain else re.fullmatch(target, name):
                 return True

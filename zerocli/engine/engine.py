@@ -244,7 +244,6 @@ class Engine:
             self.device,
             sizing=self.sizing,
             events=self.events,
-            chunk_device=self.settings.chunk_device,
             compiled=compiled,
         )
 

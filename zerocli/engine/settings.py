@@ -99,9 +99,6 @@ class Settings(Sharding):
     """Whether the next forward starts before parameters that stay on the device are updated, and waits for each unit's
     when it reaches the unit: that hides the transfers of offloaded optimizer states. Between a step and the next
     forward such parameters may then be read only through the engine (`state_dict`, `gathered`, `synchronize`)."""
-    chunk_device: str = ""
-    """Device type whose update chunk size is used; by default the engine's own. For tracing a GPU's step on tensors
-    without memory."""
 
 
 class Keywords(TypedDict, total=False):
@@ -150,7 +147,6 @@ class Keywords(TypedDict, total=False):
     uneven: bool | None
     watch: Callable[[Any], None]
     events: Events | Sequence[Events]
-    chunk_device: str
     options: Mapping[str, Any]
     betas: tuple[float, float]
     eps: float

@@ -89,11 +89,9 @@ class Updater:
         device: torch.device,
         sizing: Sizing,
         events: Events = SILENT,
-        chunk_device: str = "",
         compiled: CompiledAdam | None = None,
     ) -> None:
         self._events = events
-        self._chunk_device = chunk_device
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self.on_cpu = sizing.update_on_cpu
         self._sizing = sizing
@@ -527,7 +525,7 @@ class Updater:
 
     def _chunk(self, dtype: torch.dtype, place: torch.device) -> int:
         """Return the elements of parameters that are updated at a time in memory of this device."""
-        return self._sizing.update_chunk(dtype.itemsize, self._chunk_device or place.type)
+        return self._sizing.update_chunk(dtype.itemsize, place.type)
 
     def _scratch_of(self, use: str, device: torch.device, numel: int) -> torch.Tensor:
         """Return `numel` elements of fp32 scratch memory, in which narrower parameters are updated."""
