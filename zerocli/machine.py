@@ -152,6 +152,18 @@ def missing_compiler(on_gpu: bool, environ: Mapping[str, str] = os.environ) -> s
     return "" if shutil.which(own, path=path) else "there is no C++ compiler (g++, or CXX)"
 
 
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of what is kept for later runs of this user."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocli"
+
+
+def processor(root: Path = ROOT) -> str:
+    """Return the processor's name and instructions as one text, as far as the system tells."""
+    text = _read(root / "proc/cpuinfo") or ""
+    words = re.findall(r"^(?:model name|flags|CPU part|Features)\s*:.*", text, re.MULTILINE)
+    return "\n".join(dict.fromkeys(words)) or platform.processor()
+
+
 def started(pid: int) -> int | None:
     """Return when a process was started, in whole seconds since 1970, every time the same; None if that is unknown."""
     try:

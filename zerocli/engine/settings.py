@@ -62,6 +62,9 @@ class Settings(Sharding):
     by a class, a predicate or a list of modules, which are recomputed whole."""
     compile: bool | str = False
     """Whether repeated blocks go through torch.compile; `auto`: on a GPU, if `steps` are enough to pay for it."""
+    compile_update: bool | str = "auto"
+    """Whether updates on the CPU are one operation, compiled by the machine's C compiler; `auto`: if there is one, many
+    parameters are updated, and it is faster, measured. Results are the same bits."""
     compile_backend: str = "inductor"
     """The compiler behind torch.compile; another than inductor is for tests and debugging."""
     steps: int = 0
@@ -126,6 +129,7 @@ class Keywords(TypedDict, total=False):
     partition_activations: bool
     compile: bool | str
     compile_backend: str
+    compile_update: bool | str
     steps: int
     bucket_nbytes: int
     gather_buffers: int

@@ -351,6 +351,7 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
         weight_decay=optimizer.weight_decay,
         units=units,
         compile=config.model.compile,
+        compile_update=config.optimizer.compile,
         steps=config.train.steps,
         seed=config.train.seed,
         loaded_base=base,

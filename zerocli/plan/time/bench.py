@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import time
@@ -152,7 +151,7 @@ def bench_key(facts: dict[str, Any], what: str = "") -> str:
 
 def cache_path() -> Path:
     """Return the path of the cache of measurements."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocli" / "bench.json"
+    return machine.cache_folder() / "bench.json"
 
 
 def read_cache() -> dict[str, Any]:
