@@ -24,7 +24,7 @@ class TierError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch pickles errors to send them to other ranks; `__init__` has required keywords, so bypass it.
+        # multiprocessing pickles errors to send them; `__init__` has required keywords, so bypass it.
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 

@@ -49,7 +49,7 @@ def trainer(monkeypatch):
     fake = SimpleNamespace(
         calls=calls,
         work=lambda config, options: calls.append(("work", config, options)) or 7,
-        dry_run=lambda config, options: calls.append(("dry_run", config, options)) or 0,
+        dry_run=lambda config, options, profiled=False: calls.append(("dry_run", config, options)) or 0,
     )
     monkeypatch.setattr(zerocli.run, "trainer", fake, raising=False)
     monkeypatch.setitem(sys.modules, "zerocli.run.trainer", fake)

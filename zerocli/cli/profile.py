@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,22 @@ import click
 from click.core import ParameterSource
 
 from zerocli import config as configs
-from zerocli import machine
 from zerocli.cli.run_dirs import refuse_no_run
-from zerocli.cli.train import KEYS, arguments, config_options, default_run_dir, newest_run, own_config, run_options
+from zerocli.cli.train import (
+    KEYS,
+    arguments,
+    config_options,
+    default_run_dir,
+    dry_run,
+    newest_run,
+    own_config,
+    run_options,
+)
 from zerocli.config.draft import set_hint
 from zerocli.config.hub import is_model
-from zerocli.config.options import RunOptions
-from zerocli.console import quoted, say, show, show_if_unfit, show_json
-from zerocli.errors import DOES_NOT_FIT, OK, UserError
+from zerocli.console import quoted, say, show, show_json
+from zerocli.errors import OK, UserError
 from zerocli.ranks.worker import die_with_parent, worker_environment
-from zerocli.run.automatic import choose_or_nearest
 from zerocli.run.folders.folder import run_folder
 from zerocli.run.processes import launch, preempt
 
@@ -156,7 +160,10 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
     options = run_options(ctx, run_dir, resume, flags)
     if options.dry_run:
-        return _dry_run(config, options, worker is not None)
+        if config.model.external:
+            fact = "a model of other code than zerocli's own has no plan before it is built"
+            raise UserError(fact, hint="zerocli profile without --dry-run")
+        return dry_run(config, options, worker, profiled=True)
     before = (given["compare"], _read(given["compare"])) if given["compare"] else None  # refused before ranks start
     if not worker:
         return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
@@ -173,53 +180,3 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
             code = trainer.work(config, options, Profiler(reporter, follow=config.model.compile is not True))
     preempt.ignore_signals()
     return code
-
-
-def _dry_run(config: configs.Config, options: RunOptions, worker: bool) -> int:
-    """Print the plan and whether this machine has what it needs; return 0, or 3 if not. Needs no torch."""
-    from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
-    from zerocli.profile import table
-
-    if worker and os.environ.get("RANK", "0") != "0":
-        return OK
-    gpus = machine.gpus()
-    ranks, _ = launch.choose_ranks(config.parallel.ranks, config.parallel.tp, len(gpus))
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=ranks))
-    if config.model.external:
-        fact = "a model of other code than zerocli's own has no plan before it is built"
-        raise UserError(fact, hint="zerocli profile without --dry-run")
-    refuse_disks(config, options.auto)
-    document: dict[str, Any] = {
-        "schema": 1,
-        "rows": [],
-        "peak": {},
-        "step": {"seconds": None, "compute": None, "wait": None},
-        "tiers": {},
-    }
-    with show_if_unfit(options.json, document):
-        chosen, refused = choose_or_nearest(config, options)
-    config = chosen.config
-    for line in chosen.lines:
-        say(line)
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    with show_if_unfit(options.json, document):
-        verdict = preflight(config, gpus, math.gcd(ranks, int(local)) if local else 0)
-    plan = verdict.plan
-    assert plan is not None
-    document["rows"] = table.planned(plan)
-    document["peak"] = {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers}
-    if plan.activations:
-        document["activations"] = plan.activations
-        say(f"activations: {plan.activations}")
-    document |= verdict.as_dict()
-    if refused is not None:
-        with show_if_unfit(options.json, document):
-            raise refused
-    if options.json:
-        show_json(document)
-    else:
-        show("\n".join([*table.dry(document), "", *verdict.lines()]))
-        if not verdict.fits:
-            show(f"try: {smallest_change(config, verdict.setup, gpus)}")
-    say("nothing was run")
-    return OK if verdict.fits else DOES_NOT_FIT

@@ -186,7 +186,7 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
     options = run_options(ctx, run_dir, resume, flags)
 
     if options.dry_run:
-        return _dry_run(config, options, worker)
+        return dry_run(config, options, worker)
     if worker:
         os.environ.update(worker)
         preempt.note_signals(launch.saves(config))
@@ -273,7 +273,10 @@ def from_deepspeed(path: str, given: Mapping[str, Any], quiet: bool = False) -> 
     return [f"{key}={value}" for key, value in made.sets.items()]
 
 
-def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None) -> int:
+def dry_run(
+    config: configs.Config, options: RunOptions, worker: Mapping[str, str] | None, profiled: bool = False
+) -> int:
+    """Print what a run, or with `profiled` a profile, would hold; return the exit code."""
     if worker and worker["RANK"] != "0":
         return OK
     if not config.parallel.ranks:
@@ -282,7 +285,7 @@ def _dry_run(config: configs.Config, options: RunOptions, worker: Mapping[str, s
         config = launch.with_ranks(config, num_ranks)
     from zerocli.run import trainer
 
-    return trainer.dry_run(config, options)
+    return trainer.dry_run(config, options, profiled)
 
 
 def arguments(ctx: click.Context) -> list[str]:

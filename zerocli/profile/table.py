@@ -202,11 +202,15 @@ def _change(
     return f"{name:<28}{show(before):>{WIDTH + 2}}{show(after):>{WIDTH + 2}}{change:>10}"
 
 
-def planned(plan: Any) -> list[dict[str, Any]]:
-    """Return a plan's rows in a profile's form, with nothing measured."""
+def predicted(plan: Any) -> dict[str, Any]:
+    """Return what a plan says under the keys of a profile, with nothing measured; of None that nothing is known."""
+    step = dict.fromkeys(("seconds", "compute", "wait"))
+    if plan is None:
+        return {"rows": [], "peak": {}, "step": step}
     keys = dict.fromkeys((row.category, row.tier) for row in plan.rows)
-    found = [{"category": c, "tier": t, "predicted": plan.of(c, t), "measured": None} for c, t in keys]
-    return [row for row in found if row["predicted"]]
+    rows = [{"category": c, "tier": t, "predicted": plan.of(c, t), "measured": None} for c, t in keys]
+    peak = {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers}
+    return {"rows": [row for row in rows if row["predicted"]], "peak": peak, "step": step}
 
 
 def dry(document: Mapping[str, Any]) -> Iterator[str]:

@@ -52,6 +52,7 @@ from zerocli.models.lora import adapted, is_adapter
 from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.models.traced import Traced
 from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
+from zerocli.profile import table
 from zerocli.profile.observer import Observer
 from zerocli.ranks.loss import severed
 from zerocli.ranks.startup import STARTUP
@@ -471,15 +472,18 @@ def count_parameters(config: Config) -> tuple[int, int, int]:
     return numel, local, trained
 
 
-def dry_run(config: Config, options: RunOptions) -> int:
-    """Print the resolved config, the memory of each rank and whether this machine has it; return 0, or 3 if not."""
+def dry_run(config: Config, options: RunOptions, profiled: bool = False) -> int:
+    """Print the memory of each rank, as a profile has it if `profiled`, and whether this machine has it.
+
+    Return 0, or 3 if it does not.
+    """
     began = time.perf_counter()
     ranks = max(1, config.parallel.ranks)
     config = resolve(with_open_batch(config, options, ranks), ranks)
     refuse_disks(config, options.auto)
     for line in check_data(config):
         say(line)
-    document: dict[str, Any] = {"schema": 1, "config": to_dict(config), "tiers": {}}
+    document: dict[str, Any] = {"schema": 1, "config": to_dict(config), "tiers": {}, **table.predicted(None)}
     with show_if_unfit(options.json, document):
         chosen, refused = choose_or_nearest(config, options)
     config = chosen.config
@@ -499,7 +503,10 @@ def dry_run(config: Config, options: RunOptions) -> int:
         verdict = preflight(config, gpus, local if "LOCAL_WORLD_SIZE" in os.environ else 0, numel)
     planned = verdict.plan
     if planned is not None:
-        document["plan"] = planned.as_dict()
+        document |= {"plan": planned.as_dict(), **table.predicted(planned)}
+        if profiled and planned.activations:
+            document["activations"] = planned.activations
+            say(f"activations: {planned.activations}")
     document |= verdict.as_dict()
     if refused is not None:
         with show_if_unfit(options.json, document):
@@ -507,11 +514,11 @@ def dry_run(config: Config, options: RunOptions) -> int:
     if options.json:
         show_json(document)
     else:
-        show(report.dry(config, numel, held))
-        if planned is not None:
-            show("\n".join(["", "the whole plan of a rank's device, and of its node:", *planned.lines()]))
-        show("\n".join(["", *verdict.lines()]))
+        lines = [*table.dry(document)] if profiled else [report.dry(config, numel, held)]
+        if planned is not None and not profiled:
+            lines += ["", "the whole plan of a rank's device, and of its node:", *planned.lines()]
+        show("\n".join([*lines, "", *verdict.lines()]))
         if not verdict.fits:
             show(f"try: {smallest_change(config, verdict.setup, gpus)}")
-    say(f"nothing was trained ({time.perf_counter() - began:.1f} s)")
+    say(f"nothing was run ({time.perf_counter() - began:.1f} s)")
     return OK if verdict.fits else DOES_NOT_FIT
