@@ -7,15 +7,22 @@ import math
 from pathlib import Path
 from typing import Any
 
+import hf_folders
 import pytest
 import torch
 
-from zerocli.checkpoint import quantized, safetensors
-from zerocli.checkpoint.imports import WEIGHT_DTYPES
+from zerocli import config as configs
+from zerocli.checkpoint import Saver, quantized, safetensors, source_files
+from zerocli.checkpoint.imports import WEIGHT_DTYPES, load_weights
 from zerocli.checkpoint.safetensors import Weights
+from zerocli.cli import main as cli
+from zerocli.config import hub, to_dict
 from zerocli.config import quantized as quantization
-from zerocli.engine.units.codecs import NF4
+from zerocli.engine.units.codecs import NF4, encode
 from zerocli.errors import UserError
+from zerocli.layout.codecs import GRAIN
+from zerocli.run import trainer
+from zerocli.run.steps import micro_step
 
 GPTQ, AWQ = {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4, "version": "GEMM"}
 BNB, MXFP4 = {"quant_method": "bitsandbytes"}, {"quant_method": "mxfp4"}
@@ -269,8 +276,6 @@ def test_other_methods_are_refused_by_name(tmp_path, about, fact):
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_are_counted_from_headers(tmp_path, case):
-    from zerocli.config import hub
-
     about, (tensors, values) = CASES[case]
     folder = folder_of(tmp_path / "m", about, **tensors, other=floats(3))
     if case in ("gptq of 2", "gptq of 8"):  # counted as 4 bits, which the learning rate does not notice
@@ -321,3 +326,100 @@ def test_mxfp4_and_fp8_equal_transformers(tmp_path):
     weights = Weights(folder_of(tmp_path / "b", about, **{"m.weight": codes, "m.weight_scale_inv": scales}))
     whole = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
     assert torch.equal(weights.read("m.weight", 0, codes.numel()).view(256, 384).bfloat16(), whole)
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def as_nf4(name: str, plain: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that bitsandbytes stores of a matrix."""
+    blocks = plain.float().view(-1, 32)
+    scales = blocks.abs().amax(1)
+    codes = ((blocks / scales[:, None]).view(-1, 1) - torch.tensor(NF4)).abs().argmin(1)
+    state = described(quant_type="nf4", blocksize=32, dtype="bfloat16", shape=list(plain.shape))
+    packed = (codes[0::2] * 16 + codes[1::2]).to(torch.uint8)
+    return {name: packed, f"{name}.absmax": scales, f"{name}.quant_state.bitsandbytes__nf4": state}
+
+
+def as_fp8(name: str, plain: torch.Tensor) -> dict[str, torch.Tensor]:
+    scales = plain.float().abs().amax() / 448
+    return {name: (plain.float() / scales).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales.view(1, 1)}
+
+
+def two_folders(path: Path, family: str, about: dict[str, Any], encode: Any) -> tuple[Path, Path]:
+    """Write a folder whose projections are quantized, and one of the values that they stand for."""
+    whole, made, plain = hf_folders.write(family, path / "whole", torch.bfloat16), path / "quantized", path / "plain"
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (_, entry) in (weights := Weights(whole)).entries.items():
+        value = weights.read(name, 0, entry.numel).view(entry.shape).bfloat16()
+        tensors |= encode(name, value) if "_proj" in name else {name: value}
+    folder_of(made, about, **tensors)
+    config = json.loads((whole / "config.json").read_text())
+    decoded = Weights(made)
+    values = {
+        name: decoded.read(name, 0, entry.numel).view(entry.shape) for name, (_, entry) in decoded.entries.items()
+    }
+    folder_of(plain, {}, **{name: each.bfloat16() for name, each in values.items()})
+    for folder, more in ((made, {"quantization_config": about}), (plain, {})):
+        (folder / "config.json").write_text(json.dumps(config | more))
+        (folder / "tokenizer.json").write_text(json.dumps(hf_folders.TOKENIZER))
+    return made, plain
+
+
+def steps(folder: Path, base: str, run: Path | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train two steps of adapters beside a folder; return the losses and all parameters."""
+    flags = {"lora.rank": "4", "lora.base": base}
+    config = configs.load(str(folder), ["train.seq=12", "train.precision=bf16", "optimizer.lr=0.02"], flags)
+    config = trainer.resolve(config, 1)
+    engine = trainer.make_engine(config, stage=3, empty=True)
+    said = load_weights(engine, config.train.init_from, config.model)
+    assert ("decoded from" in said) == ("quantization_config" in (folder / "config.json").read_text())
+    batch, losses = hf_folders.tokens(), []
+    for step in range(2):
+        losses.append(float(micro_step(engine, (batch[:, :-1], batch[:, 1:]), (0, step))))
+        engine.step()
+    if run is not None:
+        run.mkdir()
+        source_files.keep(config, engine.model, run)
+        saver = Saver(engine, run / "checkpoints", asynchronous=False)
+        saver.save(2, {"config": to_dict(config), "samples": 0})
+        saver.close()
+    state = engine.state_dict()
+    engine.close()
+    return losses, state
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])  # built in, and of transformers with several experts
+def test_a_run_from_a_quantized_folder_is_one_from_the_decoded(tmp_path, family, base):
+    pytest.importorskip("transformers")
+    method = (BNB, as_nf4) if family == "llama" else ({"quant_method": "fp8"}, as_fp8)
+    made, plain = two_folders(tmp_path, family, *method)
+    (losses, state), (others, other) = steps(made, base), steps(plain, base)
+    assert losses == others and losses[0] != losses[1]
+    assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+
+
+def test_a_merged_export_of_a_quantized_base_is_plain_and_the_base_is_known_by_its_files(tmp_path):
+    pytest.importorskip("transformers")
+    made, plain = two_folders(tmp_path, "llama", BNB, as_nf4)
+    run, out = tmp_path / "run", tmp_path / "out"
+    steps(made, "bf16", run)
+    assert cli.run(["export", str(run), str(out), "--merge"]) == 0
+    about = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in about and about.get("dtype", about.get("torch_dtype")) == "bfloat16"
+    merged, base = Weights(out), Weights(plain)
+    assert merged.entries.keys() == base.entries.keys() == Weights(made).entries.keys()
+    for name, (_, entry) in base.entries.items():
+        assert torch.equal(merged.read(name, 0, entry.numel), base.read(name, 0, entry.numel)) != ("_proj" in name)
+    assert cli.run(["export", str(run), str(tmp_path / "x"), "--merge", "--base-dir", str(plain)]) == 2  # other files
+
+
+def test_nf4_of_a_folder_in_nf4_has_the_same_codes(tmp_path):
+    """Its scales are rounded to 8 bits, as those of any base."""
+    scales = torch.rand(512, generator=torch.Generator().manual_seed(1)) + 0.1
+    codes = torch.randint(0, 16, (512, 64), generator=torch.Generator().manual_seed(2))
+    codes[:, 5] = torch.randint(0, 2, (512,)) * 15  # a block's largest value is its scale
+    values = (torch.tensor(NF4)[codes] * scales[:, None]).bfloat16()
+    packed = encode("nf4", values.view(-1)).view(2, -1)[:, : GRAIN // 2].reshape(-1)
+    assert torch.equal(packed, (codes.view(-1)[0::2] * 16 + codes.view(-1)[1::2]).to(torch.uint8))
