@@ -302,6 +302,7 @@ def main() -> int:
     parser.add_argument("--cap", type=int, default=0, help="train the one case of --only within so many bytes")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the configurations, from 0")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="measure N random configurations, all tiers")
+    parser.add_argument("--lora", action="store_true", help="adapters beside a frozen base in the random ones")
     parser.add_argument("--seed", type=int, default=0, help="of the random configurations")
     parser.add_argument("--jobs", type=int, default=1, help="random configurations at a time; each is its own process")
     parser.add_argument("--markdown", metavar="FILE")
@@ -310,7 +311,7 @@ def main() -> int:
     if given.random:
         import random_runs
 
-        asked = (given.random, given.seed, given.device, given.only, given.jobs, given.json, given.markdown)
+        asked = (given.random, given.seed, given.device, given.only, given.jobs, given.json, given.markdown, given.lora)
         return 0 if random_runs.run(*asked) else 1
     torch.manual_seed(0)
     if given.device == "cpu":

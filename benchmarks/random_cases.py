@@ -21,9 +21,19 @@ class RandomCase:
         return f"{self.number}: {self.ranks} ranks, {' '.join(self.sets)}"
 
 
-def draw_cases(count: int, seed: int, device: str) -> list[RandomCase]:
+def draw_cases(count: int, seed: int, device: str, lora: bool = False) -> list[RandomCase]:
     """Return `count` configurations; the same seed, device and number give the same one, however many are drawn."""
-    return [_draw(number, random.Random(f"{seed}/{device}/{number}"), device == "cuda") for number in range(count)]
+    cases = [_draw(number, random.Random(f"{seed}/{device}/{number}"), device == "cuda") for number in range(count)]
+    return [_adapted(case, random.Random(f"{seed}/{device}/{case.number}/lora")) for case in cases] if lora else cases
+
+
+def _adapted(case: RandomCase, rng: random.Random) -> RandomCase:
+    """Return the case with adapters beside a frozen base, and without tensor parallelism."""
+    sets = [each for each in case.sets if not each.startswith("parallel.tp")]
+    sets += [f"lora.rank={rng.choice((2, 4, 8))}", f"lora.dropout={rng.choice((0, 0, 0.1))}"]
+    sets += rng.choice(([], ["lora.targets=qkv,up" if "model.family=gpt2" in sets else "lora.targets=q,v,down"]))
+    base = rng.choice(("", "nf4", "nf4", "int8"))
+    return RandomCase(case.number, case.ranks, (*sets, *([f"lora.base={base}"] if base else [])))
 
 
 def _draw(number: int, rng: random.Random, cuda: bool) -> RandomCase:

@@ -20,11 +20,11 @@ TIERS = ("hbm", "dram", "nvme")
 
 def run(
     count: int, seed: int, device: str, only: Sequence[int] | None, jobs: int, to_json: str | None,
-    to_markdown: str | None,
+    to_markdown: str | None, lora: bool = False,
 ) -> bool:  # fmt: skip
     """Measure random cases, `jobs` at a time, and print each in its turn; return whether all ran and bounds hold."""
     rows: list[dict[str, Any]] = []
-    cases = [case for case in draw_cases(count, seed, device) if not only or case.number in only]
+    cases = [case for case in draw_cases(count, seed, device, lora) if not only or case.number in only]
     with ThreadPoolExecutor(jobs) as threads:
         for row in threads.map(lambda case: _measured(case, device), cases):
             rows.append(row)

@@ -50,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
         "cut.toml": "[train\n",
         "misspelt.toml": "[train]\nstesp = 3\n",
         "tokenizer/tokenizer.json": "{}",
-        "quantized/config.json": json.dumps({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}),
+        "quantized/config.json": json.dumps({"model_type": "llama", "quantization_config": {"quant_method": "aqlm"}}),
         "quantized/model.safetensors": "",
         "prefix/adapter_config.json": json.dumps({"peft_type": "PREFIX_TUNING"}),
         "patterns/adapter_config.json": json.dumps({"r": 4, "rank_pattern": {"q_proj": 8}}),
@@ -345,7 +345,7 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "train quantized --data short.txt --lora 4 --set data.tokenizer=bytes",
         2,
-        ('its weights are quantized ("gptq")', "original weights"),
+        ('its weights are quantized ("aqlm")', "original weights"),
     ),
     ("fit 7B --lora 16", 2, ("a bare count has no layers", "zerocli fit llama3-8b --lora 16")),
     ("fit llama3-8b --offload gpu", 2, ("--offload cpu",)),

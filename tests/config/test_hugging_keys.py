@@ -51,7 +51,6 @@ def refused(write, **values: Any) -> tuple[list[str], str]:
         ({"model_type": "llama", "hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout 0.1"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"model_type": "qwen2", "quantization_config": {"quant_method": "gptq"}}, 'quantization_config "gptq"'),
         ({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}, "architectures"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 4}, "layer_types"),
         ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["linear"] * 4}, "layer_types is not 4"),

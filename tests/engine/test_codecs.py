@@ -207,6 +207,12 @@ def test_an_encoded_parameter_can_be_read_and_not_written():
     engine.close()
 
 
+def test_a_codec_without_anything_frozen_is_refused():
+    model = build(MODEL, SEQ, "meta")
+    with pytest.raises(ValueError, match="every parameter is trained: zerocli.lora"):
+        Engine(model, Settings(units=model.unit_modules(), device="cpu", lr=1e-2, base="nf4"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_gpu_gives_the_same_bits(codec):

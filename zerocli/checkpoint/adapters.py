@@ -76,7 +76,7 @@ def fingerprint(path: str) -> str:
     """
     weights = Weights(path)
     digest = hashlib.sha256()
-    for name, (file, entry) in sorted(weights.entries.items()):
+    for name, (file, entry) in sorted(weights.stored.items()):
         digest.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
         last = max(0, entry.nbytes - SAMPLE_NBYTES)
         with file.open("rb") as opened:

@@ -169,8 +169,8 @@ class Merged:
         elif self._stored is not None and self._stored.holds(name):
             yield 0, self._stored.read(name).reshape(-1)
         else:
-            for start in range(0, entry.numel, PIECE_NUMEL):
-                yield start, self._weights.read(name, start, min(start + PIECE_NUMEL, entry.numel))
+            for start, stop in self._weights.pieces(name, 0, entry.numel, PIECE_NUMEL):
+                yield start, self._weights.read(name, start, stop)
 
     def _whole(self, name: str) -> torch.Tensor:
         """Return a tensor of the base with the values that the adapters were trained beside."""

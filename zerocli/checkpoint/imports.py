@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerocli.checkpoint.boxes import Box, Extent, boxes_of
-from zerocli.checkpoint.filling import Filler, Read
+from zerocli.checkpoint.filling import Filler, Read, put
 from zerocli.checkpoint.safetensors import Weights
 from zerocli.checkpoint.sources import Memory, Source, source_of
 from zerocli.checkpoint.state import extent_of, persistent_buffers, spread
@@ -27,7 +27,8 @@ from zerocli.ranks.startup import STARTUP
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose values need no scale: anything else is quantized."""
-COMPARE_NUMEL = 4 << 20
+PIECE_NUMEL = 4 << 20
+"""Elements of a tensor that are compared or decoded together."""
 
 
 @torch.no_grad()
@@ -46,7 +47,8 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
             values = weights.read(by_name[name].theirs[0], 0, buffer.numel())
             buffer.copy_(values.view(buffer.shape))
     spread(engine)
-    return names + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
+    decoded = f", decoded from {weights.method}" if weights.method else ""
+    return names + decoded + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
 
 
 def names_in_files(
@@ -111,7 +113,11 @@ def _reads(
             continue
         mapping, extent = by_name[entry.name], shapes[entry.name]
         if not mapping.transposed and extent.shape == entry.shape:
-            reads += _runs(mapping, extent.shape, mine, target[0], at, weights)
+            for found in _runs(mapping, extent.shape, mine, target[0], at, weights):
+                if isinstance(found, Read):
+                    reads.append(found)
+                else:
+                    others.append(found)
             continue
         for box in boxes_of(extent, entry.shape, mine):
             others.append(functools.partial(_write, target[0], at, mapping, extent.shape, box, weights))
@@ -170,8 +176,7 @@ def _equal(weights: Weights, first: str, second: str) -> bool:
     numel = weights.entries[first][1].numel
     if weights.entries[second][1].numel != numel:
         return False
-    for start in range(0, numel, COMPARE_NUMEL):
-        stop = min(start + COMPARE_NUMEL, numel)
+    for start, stop in weights.pieces(first, 0, numel, PIECE_NUMEL):
         STARTUP.move()
         if not torch.equal(weights.read(first, start, stop), weights.read(second, start, stop)):
             return False
@@ -228,8 +233,11 @@ def _mismatch(mapping: Mapping, ours: tuple[int, ...], weights: Weights) -> str:
 
 def _runs(
     mapping: Mapping, shape: tuple[int, ...], run: Span, source: Source, at: int, weights: Weights
-) -> Iterator[Read]:
-    """Yield the reads of a run of consecutive elements of one of our parameters, which is at `at` of the source."""
+) -> Iterator[Read | Callable[[], None]]:
+    """Yield the reads of a run of consecutive elements of one of our parameters, which is at `at` of the source.
+
+    Of a tensor that is decoded these are functions.
+    """
     inner, first = math.prod(shape[1:]), 0
     counts = [math.prod(each) for each in mapping.shapes] or [
         rows * inner for rows in mapping.rows or shape[:1] or (1,)
@@ -238,9 +246,20 @@ def _runs(
         low, high = max(run.start, first), min(run.stop, first + numel)
         if low < high:
             file, entry = weights.entries[name]
-            start = entry.start + (low - first) * entry.dtype.itemsize
-            yield Read(file, start, high - low, entry.dtype, source, at + low - run.start)
+            place = at + low - run.start
+            if weights.is_decoded(name):
+                yield functools.partial(_decode, source, place, weights, name, low - first, high - first)
+            else:
+                start = entry.start + (low - first) * entry.dtype.itemsize
+                yield Read(file, start, high - low, entry.dtype, source, place)
         first += numel
+
+
+def _decode(source: Source, at: int, weights: Weights, name: str, start: int, stop: int) -> None:
+    """Write elements [start, stop) of a decoded tensor to a source, some at a time."""
+    for first, last in weights.pieces(name, start, stop, PIECE_NUMEL):
+        put(source, at + first - start, weights.read(name, first, last))
+        STARTUP.move()
 
 
 def _write(source: Source, at: int, mapping: Mapping, shape: tuple[int, ...], box: Box, weights: Weights) -> None:

@@ -6,11 +6,12 @@ only the requested elements.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,14 @@ from typing import Any
 import torch
 
 from tiers.pages import memory_of
+from zerocli.checkpoint import quantized
+from zerocli.config import hub
+from zerocli.config import quantized as quantization
+from zerocli.config.file import read_values
 from zerocli.console import quoted
 from zerocli.errors import FAILURE, UserError
 from zerocli.files import BlockFile, pread
+from zerocli.layout.shards import round_up
 from zerocli.ranks.startup import STARTUP
 from zerocli.regular_files import unique_names
 
@@ -105,17 +111,28 @@ class Writer:
 
 
 class Weights:
-    """The tensors of a folder of safetensors files, or of one file; they are read on request."""
+    """The tensors of a folder of safetensors files, or of one file; they are read on request.
+
+    Of a folder of quantized weights they are those of the model, which are decoded as they are read.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.entries: dict[str, tuple[Path, Entry]] = {}
+        self.stored: dict[str, tuple[Path, Entry]] = {}
+        """The tensors that the files hold."""
         if self.path.is_dir() and (self.path / INDEX).is_file():
             self._read_index(self.path / INDEX)
         else:
             self._read_files()
-        if not self.entries:
+        if not self.stored:
             raise UserError(f"{path}: there are no tensors in it")
+        self.method, self._decoded = self._find_decoded()
+        """How the weights are quantized; empty if they are not."""
+        parts = {name for each in self._decoded.values() for name in each.parts}
+        self.entries = {name: self.stored[name] for name in self.stored if name not in parts}
+        """The model's tensors; the offset of one that is decoded has no meaning."""
+        for name, each in self._decoded.items():
+            self.entries[name] = (self.stored[each.parts[0]][0], Entry(name, each.dtype, each.shape))
 
     def _read_files(self) -> None:
         """Register every tensor: of the one file, of a folder's `model.safetensors`, or of all its files."""
@@ -131,12 +148,12 @@ class Weights:
                 raise UserError(f"{self.path}: there is no .safetensors file in it", hint="zerocli export RUN DIR")
         for file in files:
             for entry in read_header(file):
-                if entry.name in self.entries:
+                if entry.name in self.stored:
                     raise UserError(
-                        f"{self.path}: {entry.name} is in {self.entries[entry.name][0].name} and in {file.name}",
+                        f"{self.path}: {entry.name} is in {self.stored[entry.name][0].name} and in {file.name}",
                         hint=f"--init-from {quoted(file)}",
                     )
-                self.entries[entry.name] = (file, entry)
+                self.stored[entry.name] = (file, entry)
 
     def _read_index(self, index: Path) -> None:
         """Register each tensor with the file that the index names."""
@@ -162,11 +179,56 @@ class Weights:
                 found[place] = {entry.name: entry for entry in read_header(file)}
             if name not in found[place]:
                 raise UserError(f"{index}: says that {name[:80]} is in {place}, and it is not")
-            self.entries[name] = (file, found[place][name])
+            self.stored[name] = (file, found[place][name])
+
+    def _find_decoded(self) -> tuple[str, dict[str, quantized.Decoded]]:
+        """Return how the folder's weights are quantized, and the tensors that are decoded from them."""
+        values: dict[str, Any] = {}
+        with contextlib.suppress(UserError):  # weights need no config
+            values, _, _ = read_values(str(self.path / hub.CONFIG))
+        method, about = quantization.method_of(values), values.get(quantization.KEY)
+        if not method:
+            return "", {}
+        quantization.refuse(str(self.path), values)
+        stored = {name: entry for name, (_, entry) in self.stored.items()}
+        with self._fitting():
+            return method, quantized.decoded(method, about if isinstance(about, dict) else {}, stored, self._read)
+
+    @contextlib.contextmanager
+    def _fitting(self) -> Iterator[None]:
+        try:
+            yield
+        except quantized.Unfit as error:
+            hint = "download the folder again; or the folder of the original weights"
+            raise UserError(f"{self.path}: {error}", hint=hint) from None
+
+    def is_decoded(self, name: str) -> bool:
+        """Return whether a tensor is not in the files as it is."""
+        return name in self._decoded
+
+    def pieces(self, name: str, start: int, stop: int, numel: int) -> Iterator[tuple[int, int]]:
+        """Yield pieces that tile elements [start, stop) of a tensor, of about `numel` elements each."""
+        each = round_up(numel, self._decoded[name].grain) if name in self._decoded else numel
+        while start < stop:
+            last = min(stop, start // each * each + each)
+            yield start, last
+            start = last
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of a tensor in fp32 (or its own type, if not floating)."""
-        file, entry = self.entries[name]
+        found = self._decoded.get(name)
+        if found is None:
+            values = self._read(name, start, stop)
+        else:
+            first = start // found.grain * found.grain
+            last = min(round_up(stop, found.grain), math.prod(found.shape))
+            with self._fitting():
+                values = found.decode(self._read, first, last)[start - first : stop - first]
+        return values.float() if values.dtype.is_floating_point else values
+
+    def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of a tensor in the files."""
+        file, entry = self.stored[name]
         nbytes = (stop - start) * entry.dtype.itemsize
         try:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -178,8 +240,7 @@ class Weights:
             raise UserError(f"{file}: cannot be read ({error.strerror})", exit_code=FAILURE) from None
         if len(memory) < nbytes:
             raise UserError(f"{file}: ends within {name}")
-        values = memory.view(entry.dtype)
-        return values.float() if entry.dtype.is_floating_point else values
+        return memory.view(entry.dtype)
 
 
 def read_header(path: Path) -> list[Entry]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from zerocli.checkpoint.safetensors import Weights
-from zerocli.config import Config, hub
+from zerocli.config import Config, hub, quantized
 from zerocli.errors import UserError
 from zerocli.models.hugging import Mapping
 from zerocli.regular_files import own_folder, read_regular, write_text
@@ -66,10 +66,12 @@ def copy(folder: str, target: Path) -> list[str]:
 
 
 def config_of(folder: Path) -> dict[str, Any] | None:
-    """Return the config.json that a run began from, None if it is not there."""
+    """Return the config.json that a run began from, for plain weights; None if it is not there."""
     with contextlib.suppress(OSError, ValueError, UserError):
         values = json.loads(read_regular(folder / hub.CONFIG, 8 << 20))
-        return values if isinstance(values, dict) else None
+        if isinstance(values, dict):
+            values.pop(quantized.KEY, None)
+            return values
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerocli.config import hub, hugging
+from zerocli.config import hub, hugging, quantized
 from zerocli.config.hints import other_json, unknown_source
 from zerocli.config.yaml import SUFFIXES as YAML
 from zerocli.config.yaml import read_yaml
@@ -155,7 +155,7 @@ def read_folder(folder: str) -> Document:
         fact = "is the folder of a run, not of a model"
         raise ConfigError([Problem(folder, fact, path)], hint=f"zerocli train --resume --run-dir {folder}")
     if hub.has_weights(folder):
-        hub.refuse_quantized(folder, values)
+        quantized.refuse(folder, values)
     document = _either_code(stem, values, places, path)
     if not hub.has_weights(folder):
         fact = "has a config.json and no weights (.safetensors)"

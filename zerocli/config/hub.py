@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerocli.config import quantized
 from zerocli.console import quoted
 from zerocli.errors import ConfigError, Problem, UserError, closest, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES
@@ -109,8 +109,8 @@ def has_weights(folder: str) -> bool:
 
 
 def stored(folder: str) -> dict[str, int]:
-    """Return the elements of a folder's safetensors by dtype (`BF16`), from the files' headers; unreadable ones not."""
-    found: dict[str, int] = {}
+    """Return the parameters in a folder's safetensors by dtype (`BF16`); of unreadable files none."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             with open(path, "rb") as file:
@@ -118,8 +118,8 @@ def stored(folder: str) -> dict[str, int]:
                 header = json.loads(file.read(size)) if size <= MAX_HEADER_NBYTES else {}
             for name, entry in header.items():
                 if name != "__metadata__":
-                    found[entry["dtype"]] = found.get(entry["dtype"], 0) + math.prod(entry["shape"])
-    return found
+                    found[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])))
+    return quantized.parameters(found)
 
 
 def missing_files(folder: str) -> list[str]:
@@ -253,14 +253,3 @@ def importing() -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def refuse_quantized(path: str, values: Mapping[str, Any]) -> None:
-    """Raise UserError if a config.json says that its weights are quantized, whose scales nothing here reads."""
-    found = values.get("quantization_config")
-    if found:
-        method = found.get("quant_method") if isinstance(found, Mapping) else found
-        raise UserError(
-            f"{path}: its weights are quantized ({quote(method)}), and such weights are not read",
-            hint="the folder of the original weights, with --lora 16 for adapters beside them",
-        )

@@ -69,7 +69,6 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
-    "quantization_config": (None,),
 }
 _FIXED_GPT2: dict[str, tuple[object, ...]] = _FIXED | {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
@@ -86,6 +85,7 @@ _FIXED_LLAMA: dict[str, tuple[object, ...]] = _FIXED | {
 _NO_EFFECT = frozenset(
     """
     model_type architectures _name_or_path name_or_path transformers_version torch_dtype dtype use_cache
+    quantization_config
     initializer_range auto_map gradient_checkpointing pretraining_tp torchscript use_bfloat16 tf_legacy_loss
     attn_implementation _attn_implementation _attn_implementation_autoset chunk_size_feed_forward
     bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id tokenizer_class prefix
@@ -242,10 +242,7 @@ class _Translator:
         for key, computed in table.items():
             value = self.values.get(key)
             if value is not None and value not in computed:
-                told = quote(computed[0]) if computed[0] is not None else "plain weights"
-                if key == "quantization_config":
-                    value = value.get("quant_method", value) if isinstance(value, dict) else value
-                self.refuse(key, f"{quote(value)} is not what the built-in {self.type} computes: {told}")
+                self.refuse(key, f"{quote(value)} is not what the built-in {self.type} computes: {quote(computed[0])}")
 
     def _architectures(self) -> None:
         names = self.values.get("architectures")

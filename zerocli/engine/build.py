@@ -69,6 +69,9 @@ class Builder:
         self._blocks = {unit.index for unit in repeated_units(units)}
         for unit, named in claimed:
             self.lay_out(unit, named, lambda p: p.requires_grad)
+        if self._settings.codec and all(flat.trainable for flat in _flats(units)):
+            fact = f"base={self._settings.codec!r} stores what is frozen in fewer bits, and every parameter is trained"
+            raise ValueError(f"{fact}: zerocli.lora(model, rank=16) before shard, or requires_grad_(False)")
         self._preflight(units)
         self.aliases = Aliases(self._model, self._device)
         self.aliases.find(_flats(units), fresh)

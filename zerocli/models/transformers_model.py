@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerocli.config import file as configfile
-from zerocli.config import hub
+from zerocli.config import hub, quantized
 from zerocli.engine.units.unit import repeated_blocks
 from zerocli.errors import Refused, UserError
 from zerocli.models.loss import IGNORED, linear_cross_entropy
@@ -67,7 +67,7 @@ def read(folder: str) -> Any:
     """Return the config of a folder as transformers reads it, for training: nothing cached, nothing else returned."""
     path = hub.config_path(folder)
     values, places, _ = configfile.read_values(path)
-    hub.refuse_quantized(path, values)
+    quantized.refuse(path, values)
     config = hub.read_config(hub.ConfigFile(values, places, path))
     for each in (config, config.get_text_config()):
         for name, value in (("use_cache", False), ("return_dict", True), ("output_hidden_states", False)):

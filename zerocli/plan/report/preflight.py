@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.placement import ACTIVATIONS, HBM
 from zerocli import machine
-from zerocli.config import AUTO, Config, hub
+from zerocli.config import AUTO, Config, hub, quantized
 from zerocli.config.file import read_values
 from zerocli.console import quoted
 from zerocli.errors import DOES_NOT_FIT, UserError
@@ -145,7 +145,7 @@ def _refuse_inputs(config: Config, gpus: Sequence[Gpu], ranks_per_node: int, hos
         return
     setup, there = _here(config, gpus, ranks_per_node)
     values, _, _ = read_values(hub.config_path(config.model.folder))
-    hub.refuse_quantized(config.model.folder, values)
+    quantized.refuse(config.model.folder, values)
     width = hub.size_of(values, "hidden_size", "n_embd", "d_model") * setup.width
     each = setup.seq * width * hub.size_of(values, "num_hidden_layers", "n_layer", "num_layers")
     if ACTIVATIONS in setup.offload.shares or not each:
