@@ -11,6 +11,7 @@ import torch
 from lengths import LONG
 from ranks import run_ranks
 
+from zerocli.checkpoint import Folder, Saver, load
 from zerocli.config import LoraConfig, ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
@@ -204,6 +205,29 @@ def test_an_encoded_parameter_can_be_read_and_not_written():
     before = engine.state_dict()
     engine.load_state_dict(before | {name: before[name] * 2})
     assert torch.allclose(engine.state_dict()[name], 2 * before[name], rtol=0.02, atol=1e-6)
+    engine.close()
+
+
+def _save(folder: str, codec: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine = make(base=codec, stage=3, offload="params=cpu")
+    steps(engine, 1)
+    saver = Saver(engine, folder, asynchronous=False)
+    saver.save(1)
+    saver.close()
+    found = engine.state_dict(), steps(engine, 2)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("codec", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
+def test_a_checkpoint_has_the_stored_base_for_any_layout(tmp_path, codec):
+    """An engine that began from other weights, on other slices, goes on with the saved base."""
+    saved, losses = run_ranks(2, _save, str(tmp_path), codec)[0]
+    engine = make(base=codec, stage=0, seed=5)
+    load(engine, Folder(tmp_path).of(1))
+    found = engine.state_dict()
+    assert [name for name in saved if not torch.equal(found[name], saved[name])] == []
+    assert steps(engine, 2) == pytest.approx(losses, rel=1e-5)
     engine.close()
 
 
