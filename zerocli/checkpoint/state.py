@@ -1,8 +1,8 @@
 """Capture and restore the state of an engine: parts under the model's parameter names, and values.
 
 Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, `kept/STATE/NAME` (a
-state whose shape differs from the parameter's, replicated on every rank), `encoded/CODEC/NAME` (a frozen matrix in 4 or 8
-bits, as it is stored), and for what differs between ranks `buffers/RANK/NAME`, `objects/RANK/NAME` (extra states and
+state whose shape differs from the parameter's, replicated on every rank), `encoded/CODEC/NAME` (a frozen matrix in 4 or
+8 bits, as it is stored), and for what differs between ranks `buffers/RANK/NAME`, `objects/RANK/NAME` (extra states and
 sparse buffers, as torch.save writes them) and `random/RANK/WHERE`. None depends on world size, stage or placement, and
 only `encoded/CODEC/RofN/NAME` on the degree of tensor parallelism.
 """
