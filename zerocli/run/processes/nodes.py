@@ -208,7 +208,8 @@ def versions() -> dict[str, str]:
     """Return the versions that must be equal on all nodes; zerocli's with a checksum of its source."""
     number = 0
     for package in (zerocli, offload, tiers):
-        for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
+        folder = Path(str(package.__file__)).parent
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c")]):
             number = zlib.crc32(path.read_bytes(), number)
     return {"zerocli": f"{machine.version('zerocli')} (source {number:08x})", "torch": torch.__version__}
 
