@@ -130,7 +130,7 @@ def counted(store: Any) -> tuple[Any, Counter[str]]:
 def growth(sizes: tuple[int, ...]) -> Iterator[Row]:
     """Yield a row for each part and number of ranks."""
     for ranks in sizes:
-        for part in (rendezvous, heartbeats, values, agreement, metrics, checkpoint, plans):
+        for part in (rendezvous, comparison, heartbeats, values, agreement, metrics, checkpoint, plans):
             yield from part(ranks)
 
 
@@ -224,6 +224,30 @@ def heartbeats(ranks: int) -> Iterator[Row]:
     )
 
 
+def comparison(ranks: int) -> Iterator[Row]:
+    """The comparison of all nodes before the first step, by rank 0."""
+    import torch.distributed as dist
+
+    from zerocli import config as configs
+    from zerocli.config.options import RunOptions
+    from zerocli.run.processes.nodes import Card, Nodes, Verdict, compared, judge, versions
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    config, options = configs.load("llama3-8b"), RunOptions("/run")
+    nodes, values, now = Nodes(dist.HashStore(), config, options, shared=True), compared(config, options), time.time()
+    sent = []
+    for rank in range(ranks):
+        node, local = divmod(rank, PER_NODE)
+        own = {} if local else versions()
+        card = Card(f"node-{node:05d}", local, PER_NODE, now, values, own, "NVIDIA H100 80GB HBM3 (79.2 GiB)", 2 << 40)
+        sent.append(json.dumps(dataclasses.asdict(nodes._with_config_in_store(card))).encode())
+    with computed() as seconds:
+        cards = nodes._with_configs([Card.read(text) for text in sent])
+        assert judge(cards, config, options, (now, now)) == Verdict()
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    yield Row("start: comparison of nodes", ranks, seconds(), "rank 0", 1, sum(map(len, sent)), "rank 0 reads")
+
+
 def values(ranks: int) -> Iterator[Row]:
     """What ranks tell each other at their start: every node's machine, the same on all."""
     from zerocli.plan.time.hardware import PRESETS
@@ -252,14 +276,16 @@ def agreement(ranks: int) -> Iterator[Row]:
 
 
 def metrics(ranks: int) -> Iterator[Row]:
-    """The values of a step, gathered from all ranks."""
+    """The values of a step: sums and maxima of all ranks; and every tenth step what is compared rank by rank."""
     import torch
 
-    columns = 8
-    everyone = torch.zeros(ranks, columns, dtype=torch.float64)
+    from zerocli.run.output.stragglers import slowest
+
+    yield Row("metrics of a step", ranks, 0.0, "", 2, 6 * 8, "each rank")
+    rows = torch.rand(ranks, 5, dtype=torch.float64)
     with timed() as seconds:
-        everyone[:, 0].mean().item(), everyone[:, 4:].amax(0).tolist(), bool(everyone[:, 3].any())
-    yield Row("metrics of a step", ranks, seconds(), "each rank", 1, everyone.nbytes, "each rank")
+        assert slowest(rows) is not None
+    yield Row("metrics of every tenth step", ranks, seconds(), "each rank", 1, rows.nbytes, "each rank")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

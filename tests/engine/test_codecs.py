@@ -11,6 +11,7 @@ import torch
 from lengths import LONG
 from ranks import run_ranks
 
+from zerocli.checkpoint import Folder, Saver, load
 from zerocli.config import LoraConfig, ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
@@ -211,6 +212,29 @@ def test_a_codec_without_anything_frozen_is_refused():
     model = build(MODEL, SEQ, "meta")
     with pytest.raises(ValueError, match="every parameter is trained: zerocli.lora"):
         Engine(model, Settings(units=model.unit_modules(), device="cpu", lr=1e-2, base="nf4"))
+
+
+def _save(folder: str, codec: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    engine = make(base=codec, stage=3, offload="params=cpu")
+    steps(engine, 1)
+    saver = Saver(engine, folder, asynchronous=False)
+    saver.save(1)
+    saver.close()
+    found = engine.state_dict(), steps(engine, 2)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("codec", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
+def test_a_checkpoint_has_the_stored_base_for_any_layout(tmp_path, codec):
+    """An engine that began from other weights, on other slices, goes on with the saved base."""
+    saved, losses = run_ranks(2, _save, str(tmp_path), codec)[0]
+    engine = make(base=codec, stage=0, seed=5)
+    load(engine, Folder(tmp_path).of(1))
+    found = engine.state_dict()
+    assert [name for name in saved if not torch.equal(found[name], saved[name])] == []
+    assert steps(engine, 2) == pytest.approx(losses, rel=1e-5)
+    engine.close()
 
 
 @pytest.mark.gpu

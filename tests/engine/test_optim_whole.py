@@ -183,3 +183,48 @@ def test_parameters_without_a_gradient_keep_their_whole_matrix_states():
         optimizer.step()
     for name, value in engine.state_dict().items():
         assert torch.allclose(value, twin.state_dict()[name], atol=1e-6), name
+
+
+class Clipped(torch.optim.Optimizer):
+    """A rule for whole parameters with a state that begins empty."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    p.sub_(mean / (1 + mean.norm()), alpha=group["lr"])
+
+
+def test_a_users_rule_resumes_where_the_first_parameter_is_frozen(tmp_path):
+    from zerocli.checkpoint import Folder, Saver, load
+
+    def engine():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        model[0].requires_grad_(False)
+        return model, zerocli.shard(model, Clipped)
+
+    def step(model, sharded):
+        sharded.backward(model(torch.ones(2, 4)).square().mean())
+        sharded.step()
+        return sharded.state_dict()["1.weight"]
+
+    model, first = engine()
+    step(model, first)
+    saver = Saver(first, tmp_path, asynchronous=False)
+    saver.save(1)
+    saver.close()
+    states = first.state_dict(), first.optimizer_state_dict()
+    expected = step(model, first)
+    model, again = engine()
+    load(again, Folder(tmp_path).of(1))
+    assert torch.equal(step(model, again), expected)
+    model, again = engine()
+    again.load_state_dict(states[0])
+    again.load_optimizer_state_dict(states[1])
+    assert torch.equal(step(model, again), expected)

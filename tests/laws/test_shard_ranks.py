@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import pytest
@@ -172,6 +173,26 @@ def test_states_over_all_ranks_cost_a_copy_of_the_parameters_in_each_group():
         assert copies == (whole // n if stage == 3 else 0)
         states = {0: 16 * padded, 1: 8 * padded + 8 * padded // 4, 2: 4 * padded + 12 * padded // 4, 3: 4 * padded}
         assert held["parameters"] + held["gradients"] + held["optimizer_states"] == states[stage]
+
+
+def _host_memory(shard_ranks: int) -> tuple[int, int, int]:
+    """Return the bytes of host memory that this rank takes, the padded elements, and the arrays that it has there."""
+    torch.manual_seed(0)
+    model = Deep(2)
+    engine = zerocli.shard(model, stage=3, shard_ranks=shard_ranks, offload="cpu")
+    engine.backward(model(torch.randn(4, WIDTH)))
+    engine.step()
+    flats = list(engine.flats())
+    return engine.tiers.used("dram"), sum(flat.layout.total for flat in flats), 3 * len(flats)
+
+
+def test_a_nodes_host_memory_holds_one_copy_of_what_its_ranks_share():
+    """Two nodes of two ranks: groups of a node share one copy there, one group of all ranks shares it over both."""
+    for n, ranks in zip((2, 4), run_cases(4, _host_memory, [(2,), (4,)]), strict=True):
+        for node in (ranks[:2], ranks[2:]):
+            taken, (_, padded, arrays) = sum(used for used, *_ in node), node[0]
+            states = 16 * padded * len(node) // n  # fp32: parameters, gradients, momentum and variance
+            assert states <= taken <= states + len(node) * arrays * mmap.PAGESIZE, n
 
 
 class Branches(nn.Module):

@@ -505,6 +505,7 @@ def test_a_factory_is_counted(capsys):
         (["llama3-8b", "--ranks", "0"], "below 1"),
         (["llama3-8b", "--ranks", "6", "--tp", "4"], "tp 4 does not divide ranks 6"),
         (["llama3-8b", "--ranks", "6", "--tp", "3"], "tp 3 does not divide heads 32"),
+        (["llama3-8b", "--ranks", "24", "--ranks-per-node", "6", "--tp", "4"], "layers between nodes of 6 ranks"),
         (["llama3-8b", "--ranks", "12", "--ranks-per-node", "8"], "8 ranks per node do not divide ranks 12"),
         (["llama3-8b", "--batch", "0"], "below 1"),
         (["llama3-8b", "--precision", "int3"], "int3"),

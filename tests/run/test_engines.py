@@ -187,7 +187,7 @@ def test_the_task_of_skypilot_runs_on_two_nodes(tmp_path):
 
 @pytest.mark.long
 def test_workers_of_ray_train_are_ranks_and_report_a_checkpoint(tmp_path):
-    pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
+    pytest.importorskip("ray.train", reason="pip install 'ray[train]'", exc_type=ImportError)
     words = [str(ROOT / "examples/ray_train.py"), "--workers", "2", "--run-dir", str(tmp_path / "run"), "--"]
     words += ["tiny", *SMALL.split(), "--steps", "4", "--save-every", "2", "--stage", "3"]
     done = subprocess.run(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import Ended, train
 
 from zerocli import config as configs
@@ -223,7 +225,24 @@ def test_a_card_of_another_version_is_read():
     assert Card.read(text) == Card("a", 0, 1, 1.0)
 
 
-def test_the_number_of_the_source_changes_with_it():
-    """Versions of a repository have one number for many states of their code."""
+@pytest.mark.parametrize("package", ["zerocli", "offload", "tiers"])
+def test_the_number_of_the_source_changes_with_it(monkeypatch, tmp_path, package):
+    """Versions of a repository have one number for many states of their code, which is in three packages."""
     assert re.fullmatch(r".* \(source [0-9a-f]{8}\)", nodes.versions()["zerocli"])
     assert nodes.versions()["torch"] == torch.__version__
+    monkeypatch.setattr(getattr(nodes, package), "__file__", str(tmp_path / "__init__.py"))
+    assert nodes.versions.__wrapped__()["zerocli"] != nodes.versions()["zerocli"]
+
+
+def test_what_rank_0_reads_of_a_rank_is_short_and_equal_configs_are_read_once(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "16384")
+    config, store = configs.load("tiny"), dist.HashStore()
+    comparison = nodes.Nodes(store, config, RunOptions("/run"), shared=True)
+    alike, other = nodes.compared(config, RunOptions("/run")), {"optimizer.lr": 0.5}
+    made = [replace(card, config=dict(other if card.host == "b" else alike)) for card in cards("abc", 8)]
+    sent = [json.dumps(asdict(comparison._with_config_in_store(card))) for card in made]
+    assert max(map(len, sent)) < 400 < len(json.dumps(alike)) and store.num_keys() == 2
+    read = comparison._with_configs([Card.read(text.encode()) for text in sent])
+    assert [json.dumps(card.config) for card in read] == [json.dumps(card.config) for card in made]
+    assert len({id(card.config) for card in read}) == 2

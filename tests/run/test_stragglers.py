@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from runs import losses, train
+from torch import nn
 
+import zerocli
 from zerocli.data.batches import Batches
+from zerocli.engine.comm import Collectives, Issued
+from zerocli.engine.events import EXCHANGE, Events
 from zerocli.profile import runs, table
 from zerocli.profile.spread import spread
 from zerocli.run import steps
 from zerocli.run.output import stragglers
+from zerocli.run.output.metrics import Recorder
 from zerocli.run.output.stragglers import LONG_STEPS, Stragglers, slowest
 
 TIMES, RECENT = 3, 10
@@ -167,3 +174,52 @@ def test_the_spread_of_a_run_is_read_from_its_lines():
     assert "0.5000 s fastest, 1.0000 s median, 1.2000 s slowest (mean of 3 intervals" in shown
     assert "rank 3                slowest in 2 of 3, 30% over the median, most of it in data" in shown
     assert list(table._spread(None)) == []
+
+
+class Exchanges(Events):
+    """Notes the collectives of the exchange after each step."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.inside = False
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.inside = name == EXCHANGE
+        yield
+        self.inside = False
+
+    def collective(self, axis: Collectives, issued: Issued) -> contextlib.AbstractContextManager[None]:
+        if self.inside:
+            self.kinds.append(issued.kind)
+        return contextlib.nullcontext()
+
+
+def record_steps(number: int) -> tuple[list[list[str]], list[float], bool]:
+    """Return the kinds of each step's exchanges, its recorded losses, and whether the run is to stop."""
+    torch.manual_seed(0)
+    model, events = nn.Linear(3, 1), Exchanges()
+    engine = zerocli.shard(model, stage=1, lr=0.0, events=events)
+    rank, kinds, lines = engine.collectives.rank, [], []
+    recorder = Recorder(engine, 1, lambda: 0.0, lambda: rank == 1, Stragglers([], print), tuple)
+    for _ in range(number):
+        loss = model(torch.full((1, 3), rank + 1.0)).sum()
+        engine.backward(loss)
+        result = engine.step()
+        events.kinds.clear()
+        lines.append(recorder.record(result, loss.detach()))
+        kinds.append(list(events.kinds))
+    lines.append(recorder.flush())
+    found = [line.loss for line in lines if line is not None]
+    engine.close()
+    mean = sum(model(torch.full((1, 3), at + 1.0)).item() for at in range(engine.collectives.world))
+    assert found == [mean / engine.collectives.world] * number
+    return kinds, found, recorder.stopping
+
+
+def test_ranks_gather_what_they_measured_only_when_they_are_compared():
+    """All other steps exchange as many bytes for any number of ranks."""
+    for kinds, _, stopping in run_ranks(3, record_steps, stragglers.INTERVAL + 3):
+        gathers = [step for step, kind in enumerate(kinds) if kind != ["all_reduce", "all_reduce"]]
+        assert len(gathers) == 1 and kinds[gathers[0]] == ["all_reduce", "all_reduce", "all_gather"]
+        assert stopping

@@ -1,9 +1,10 @@
 """Capture and restore the state of an engine: parts under the model's parameter names, and values.
 
 Names: `parameters/NAME` (the fp32 master, or a frozen parameter as it is), `optimizer/STATE/NAME`, `kept/STATE/NAME` (a
-state whose shape differs from the parameter's, replicated on every rank), and for what differs between ranks
-`buffers/RANK/NAME`, `objects/RANK/NAME` (extra states and sparse buffers, as torch.save writes them) and
-`random/RANK/WHERE`. None depends on world size, stage, placement or the degree of tensor parallelism.
+state whose shape differs from the parameter's, replicated on every rank), `encoded/CODEC/NAME` (a frozen matrix in 4 or
+8 bits, as it is stored), and for what differs between ranks `buffers/RANK/NAME`, `objects/RANK/NAME` (extra states and
+sparse buffers, as torch.save writes them) and `random/RANK/WHERE`. None depends on world size, stage or placement, and
+only `encoded/CODEC/RofN/NAME` on the degree of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zerocli.checkpoint.boxes import Block, Box, Extent, boxes_of, whole
 from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.members import members_of
 from zerocli.checkpoint.parts import Part, tensor_part
-from zerocli.checkpoint.sources import parameters_of, source_of
+from zerocli.checkpoint.sources import Source, parameters_of, source_of
 from zerocli.engine.optimizer.optim import History
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states.buffers import is_plain, write_buffer
@@ -30,7 +31,8 @@ from zerocli.engine.states.states import histories, load_histories
 from zerocli.engine.units.master import narrow
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused, UserError
-from zerocli.layout.shards import Span
+from zerocli.layout.codecs import GRAIN, GRAIN_NBYTES
+from zerocli.layout.shards import Entry, Span
 from zerocli.models.lora import tied_names
 from zerocli.ranks.encoding import decode, encode
 
@@ -88,12 +90,26 @@ def _parts(engine: Engine, flat: Flat, array: str, prefix: str, written: bool) -
         mine = entry.span.intersect(flat.own)
         if not entry.numel or _elsewhere(engine, entry.name):
             continue
+        if flat.codec:
+            yield _encoded_part(engine, flat, entry, mine, source)
+            continue
         if written and tp.rank > 0 and tp.replicates(entry.name):
             continue
         extent = extent_of(engine, entry.name, entry.shape)
         run = mine.shifted(-entry.offset) if mine.numel else Span(0, 0)
         found = _boxes_at(extent, entry.shape, run, mine.start - covered.start)
         yield Part(f"{prefix}/{entry.name}", extent.shape, source, found, flat)
+
+
+def _encoded_part(engine: Engine, flat: Flat, entry: Entry, mine: Span, source: Source) -> Part:
+    """Return what this rank owns of an encoded parameter: a row of bytes for each grain."""
+    tp, width = engine.tensor_parallel, GRAIN_NBYTES[flat.codec]
+    shape = (-(-entry.numel // GRAIN), width)
+    first, last = (mine.start - entry.offset) // GRAIN, -(-(mine.stop - entry.offset) // GRAIN)
+    run = Span(first * width, last * width) if mine.numel else Span(0, 0)
+    part = f"{tp.rank}of{tp.world}/" if tp.world > 1 else ""
+    found = _boxes_at(whole(shape), shape, run, (mine.start - flat.own.start) // GRAIN * width)
+    return Part(f"encoded/{flat.codec}/{part}{entry.name}", shape, source, found, flat)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -11,7 +11,7 @@ from zerocli import machine
 from zerocli.config import with_dividing_batch
 from zerocli.console import printable
 from zerocli.errors import UserError, quote
-from zerocli.layout.sizes import parse_memory
+from zerocli.layout.sizes import count_of, parse_memory
 from zerocli.plan.blocks.inputs import Source
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.plan.time.hardware import PRESETS, Hardware, preset, this_machine
@@ -69,7 +69,16 @@ def choose_setup(
     if per_node is None:
         per_node = min(ranks, hardware.gpus) if ranks > 0 else 1
         if ranks > per_node and ranks % per_node:
+            whole = [each for each in range(per_node, 0, -1) if ranks % each == 0 and each % max(tp, 1) == 0]
             per_node = math.gcd(ranks, per_node)
+            if whole and per_node % tp:
+                per_node = whole[0]
+            notes.append(f"{per_node} of {count_of(hardware.gpus, 'GPU')} per node ({ranks} ranks; --ranks-per-node)")
+    if ranks > per_node > 0 and ranks % per_node == 0 and 0 < tp <= ranks and per_node % tp:
+        raise UserError(
+            f"--tp {tp} would split layers between nodes of {count_of(per_node, 'rank')}",
+            hint=f"--tp {math.gcd(tp, per_node)}, or --ranks-per-node {math.lcm(tp, per_node)}",
+        )
     config = with_dividing_batch(source.config, ranks, tp) if "train.batch" in free else source.config
     shard_ranks = given["shard_ranks"] if given["shard_ranks"] is not None else config.parallel.shard_ranks
     about = {"ranks": ranks, "tp": tp, "shard_ranks": shard_ranks, "ranks_per_node": per_node}

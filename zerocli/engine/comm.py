@@ -273,21 +273,25 @@ class Collectives:
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, on the current stream; counted as control traffic."""
+        return self._reduce_control(tensor, dist.ReduceOp.SUM)
+
+    def max_control(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the largest of the ranks for each element of a small tensor, in place; otherwise as `sum_control`."""
+        return self._reduce_control(tensor, dist.ReduceOp.MAX)
+
+    def _reduce_control(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
         if self.world > 1:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("all_reduce", ""):
-                dist.all_reduce(tensor, group=self._issuer)
+                dist.all_reduce(tensor, operation, group=self._issuer)
         return tensor
 
     def alike(self, number: int) -> torch.Tensor:
         """Return whether all ranks pass the same number: one element, 1.0 or 0.0, on the device. Collective."""
         bounds = torch.full((2,), number, dtype=torch.int64, device=self.device)
         bounds[1:].neg_()
-        if self.world > 1:
-            self.nbytes["control"] += bounds.nbytes
-            with self._noted("all_reduce", ""):
-                dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._issuer)
+        self.max_control(bounds)
         return (bounds[:1] == -bounds[1:]).float()
 
     def gather_control(

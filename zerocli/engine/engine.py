@@ -513,6 +513,13 @@ class Engine:
         with self.events.phase(EXCHANGE):
             return self.tensor_parallel.gather_control(self.collectives.gather_control(tensor)).flatten(0, 1)
 
+    def reduce_control(self, sums: torch.Tensor, most: torch.Tensor) -> None:
+        """Reduce small tensors over both axes of ranks, in place: to sums, and to the largest elements. Collective."""
+        with self.events.phase(EXCHANGE):
+            for axis in (self.collectives, self.tensor_parallel):
+                axis.sum_control(sums)
+                axis.max_control(most)
+
     # -- whole parameters and gradients: see states/whole.py -------------------------------------------------------
 
     @contextlib.contextmanager

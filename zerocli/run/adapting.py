@@ -1,8 +1,8 @@
 """Adapting in a run: what its steps measure, one decision for all ranks, and the move between two steps.
 
-Every rank adds what it measured to the values that ranks exchange after each step anyway, so that all of them watch the
-same numbers and find a difference from the plan after the same step. Only then rank 0 plans again and the others take
-its choice. `zerocli.plan.search.adapt` has the decision itself.
+Ranks gather what each measured after every step, so that all of them watch the same numbers and find a difference from
+the plan after the same step. Only then rank 0 plans again and the others take its choice.
+`zerocli.plan.search.adapt` has the decision itself.
 """
 
 from __future__ import annotations

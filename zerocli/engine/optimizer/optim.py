@@ -144,6 +144,10 @@ class FlatOptimizer(ABC):
         """Return the tensors that it keeps for a parameter other than `state_names`; every rank has them whole."""
         return {}
 
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that it keeps for no single parameter; they are saved with one, and `load` gets them."""
+        return {}
+
     def load(self, name: str, history: int, group: int, saved: History) -> None:  # noqa: B027 (optional)
         """Load a parameter's `numbers` and `tensors`, saved after `saved.count` updates."""
 

@@ -25,7 +25,7 @@ from zerocli.errors import Refused
 from zerocli.ranks.encoding import decode, encode
 
 KEPT = "optimizer object"
-"""Under this name a saved state has what the object keeps other than arrays; see `PersistentOptimizer.tensors`."""
+"""Under this name a saved state has what the object keeps other than arrays; see `PersistentOptimizer.own_tensors`."""
 _SKIPPED = ("param_groups", "state", "defaults", *PRIVATE, *HOOKS, *METHODS)
 _MARK = "\0"
 """Begins the name of a parameter in what is saved; twice before the name, its id."""
@@ -192,15 +192,8 @@ class PersistentOptimizer(WholeRule):
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    @property
-    def first(self) -> str:
-        """The parameter that the object's own things are saved with."""
-        return next(iter(self._real))
-
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return what the object keeps, as bytes, with the first parameter."""
-        if name != self.first:
-            return {}
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what the object keeps, as bytes."""
         states: dict[str, tuple[list[str], dict[str, Any]]] = {}
         for key, state in self._states.items():
             rows = dict(state) if isinstance(state, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,8 @@ def histories(flats: Iterable[Flat], counts: Counts, rule: FlatOptimizer) -> dic
             at, group = counts.class_of(entry.name), entry.group % REPLICATED
             numbers, tensors = rule.numbers(entry.name, at, group), rule.tensors(entry.name)
             found[entry.name] = History(by_name[entry.name], numbers, tensors)
+    for name, first in list(found.items())[:1]:  # what is frozen has no history
+        found[name] = dataclasses.replace(first, tensors={**first.tensors, **rule.own_tensors()})
     return found
 
 
@@ -157,7 +160,8 @@ def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     if torch_states.is_torchs(saved):
         named = {n: p for n, p in engine.model.named_parameters() if n in engine.arranged.group_of}
         scale = engine.loss_scale.state()
-        saved = torch_states.translate(saved, engine.optimizer.param_groups, named, rule, scale)
+        trained = [entry.name for flat in flats for entry in flat.layout.entries]
+        saved = torch_states.translate(saved, engine.optimizer.param_groups, named, trained, rule, scale)
     known, loaded = set(rule.state_names), {}
     saved_counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
     for flat in flats:

@@ -27,6 +27,7 @@ def translate(
     saved: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     named: Mapping[str, nn.Parameter],
+    trained: Sequence[str],
     rule: FlatOptimizer,
     loss_scale: Any,
 ) -> dict[str, Any]:
@@ -54,7 +55,8 @@ def translate(
             numbers[name] = {key: float(value) for key, value in rest.items() if is_number(value)}
             states[name] |= {key: value for key, value in rest.items() if not is_number(value)}
     if isinstance(rule, PersistentOptimizer):
-        states[rule.first] = states[rule.first] | {KEPT: rule.packed(kept)}
+        for first in trained[:1]:
+            states[first] = states[first] | {KEPT: rule.packed(kept)}
     most = max(counts.values(), default=0)
     return {
         **{"state": states, "counts": counts, "numbers": numbers, "steps": most, "updates": float(most)},

@@ -19,11 +19,9 @@ from zerocli.profile.lines import Line, device_peak, fragmentation
 from zerocli.regular_files import open_regular
 from zerocli.run.output.stragglers import Stragglers
 
-NUM_OWN = 8
-"""Values of a rank in every exchange, before those of stragglers and of adapting."""
-
-_Issued = tuple[StepResult, Readback, int, dict[str, dict[str, int]], WaitReading]
-"""A step that was issued: its result, every rank's values, the end of those of stragglers, bytes moved, waits."""
+_Issued = tuple[StepResult, Readback, Readback, int, dict[str, dict[str, int]], WaitReading]
+"""A step that was issued: its result, the values of all ranks together, those of each rank, how many of these are of
+stragglers, bytes moved, waits."""
 
 
 class Recorder:
@@ -39,6 +37,7 @@ class Recorder:
         shares: Callable[[], Sequence[float]],
     ) -> None:
         self._engine, self._tokens, self._stragglers = engine, tokens_per_step, stragglers
+        self._num_ranks = engine.collectives.world * engine.tensor_parallel.world
         self._asks_to_stop, self._shares = asks_to_stop, shares
         self.shared: list[list[float]] = []
         """What each rank's `shares` returned in the step of the last line; the same on all ranks."""
@@ -53,15 +52,22 @@ class Recorder:
         self._since = TimedEvent(engine.device)
 
     def record(self, result: StepResult, loss: torch.Tensor) -> Line | None:
-        """Record the step that was just issued; return the line of the previous one. Collective."""
+        """Record the step that was just issued; return the line of the previous one. Collective.
+
+        Ranks add and compare what every step needs, in as many bytes for any number of them. Sums of fp32 losses are
+        exact in fp64. They gather what is compared rank by rank: every few steps, or where a plan follows the machine.
+        """
         engine, own = self._engine, self._stragglers.take()
-        facts = [float(self._asks_to_stop()), *device_peak(engine).values(), fragmentation(engine), *own]
-        measured = torch.tensor([*facts, *self._shares()], dtype=torch.float64)
-        of_step = torch.stack([loss.double(), result.grad_norm.double(), result.skipped.double()])
+        facts = [float(self._asks_to_stop()), *device_peak(engine).values(), fragmentation(engine)]
+        sums, most = loss.double().reshape(1), torch.tensor(facts, dtype=torch.float64).to(loss.device)
+        each = torch.tensor([*own, *self._shares()], dtype=torch.float64).to(loss.device)
         with engine.waits.waiting("collectives"):
-            everyone = engine.gather_control(torch.cat([of_step, measured.to(loss.device)]))
+            engine.reduce_control(sums, most)
+            each = engine.gather_control(each) if each.numel() else each.view(0, 0)
         engine.waits.add("data", self._waited_for_data())
-        now = (result, Readback(everyone), NUM_OWN + len(own), self._take_moved(), engine.waits.take())
+        of_step = torch.stack([result.grad_norm.double(), result.skipped.double()])
+        together = Readback(torch.cat([sums, of_step, most]))
+        now = (result, together, Readback(each), len(own), self._take_moved(), engine.waits.take())
         before, self._pending = self._pending, now
         return self._line(before) if before else None
 
@@ -92,21 +98,22 @@ class Recorder:
             self._since = TimedEvent(engine.device)
 
     def _line(self, issued: _Issued) -> Line:
-        result, readback, end, moved, waiting = issued
-        values = readback.values()
+        result, together, readback, end, moved, waiting = issued
+        losses, grad_norm, skipped, stops, *most = together.values().tolist()
+        rows = readback.values()
         seconds, self._since = readback.reached.since(self._since), readback.reached
-        self.stopping = self.stopping or bool(values[:, 3].any())
-        *peaks, unused = [int(value) for value in values[:, 4:NUM_OWN].amax(0).tolist()]
-        slowest = self._stragglers.compare(values[:, NUM_OWN:end])
-        self.shared = values[:, end:].tolist()
+        self.stopping = self.stopping or bool(stops)
+        *peaks, unused = map(int, most)
+        slowest = self._stragglers.compare(rows[:, :end])
+        self.shared = rows[:, end:].tolist()
         waits = waiting.seconds()
         if self._num_lines > 0:  # the first step of a start also compiles, and makes its buffers
             self._stragglers.add(result.step, seconds, waits)
         self._num_lines += 1
         return Line(
             step=result.step,
-            loss=values[:, 0].mean().item(),
-            grad_norm=values[0, 1].item(),
+            loss=losses / self._num_ranks,
+            grad_norm=grad_norm,
             lr=result.lr,
             tokens=self._tokens,
             seconds=seconds,
@@ -117,7 +124,7 @@ class Recorder:
             comm_across=moved["comm_across"],
             comm_tp=moved["comm_tp"],
             wait=waits,
-            skipped=bool(values[0, 2].item()),
+            skipped=bool(skipped),
             slowest=slowest,
         )
 

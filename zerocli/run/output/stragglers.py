@@ -2,7 +2,7 @@
 
 Ranks wait for each other in every step, so all of them take as long as the slowest. A rank's own time is the step's
 without its waits for collectives: the slowest rank has the longest. Each rank measures that anyway (`Waits`); its means
-over `INTERVAL` steps are among the values that ranks exchange after a step (`Recorder`).
+over `INTERVAL` steps are gathered after a step (`Recorder`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import json
 import math
 import os
@@ -16,14 +17,17 @@ import secrets
 import socket
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import offload
+import tiers
 import zerocli
 from zerocli import machine
 from zerocli.config import AUTO, Config, refuse_shard_ranks, to_dict
@@ -71,6 +75,8 @@ class Card:
     """Why it cannot see rank 0's file in the run folder; empty if it can."""
     refused: Sequence[Any] = ()
     """(message, hint, exit code) of the node's own comparison with the plan, if that refused the run."""
+    config_key: str = ""
+    """The key under which the store has `config`, which is then not sent with the card."""
 
     @classmethod
     def read(cls, text: bytes) -> Card:
@@ -109,7 +115,7 @@ class Nodes:
             if self.rank == 0:
                 self._store.set("nodes/file", self._leave_file(stack))
             card = self._card(refused, self._store.get("nodes/file").decode())
-            self._store.set(card_key(self.rank), json.dumps(asdict(card)))
+            self._store.set(card_key(self.rank), json.dumps(asdict(self._with_config_in_store(card))))
             if self.rank:
                 verdict = Verdict(**json.loads(self._store.get("nodes/verdict")))
                 if verdict.problems:
@@ -117,7 +123,7 @@ class Nodes:
                     raise verdict.error(Told)
                 return ()
             keys = [card_key(rank) for rank in range(self.world)]
-            cards = [Card.read(each) for each in self._store.multi_get(keys)]
+            cards = self._with_configs([Card.read(each) for each in self._store.multi_get(keys)])
             verdict = judge(cards, self._config, self._options, (began, now()))
             self._store.set("nodes/verdict", json.dumps(asdict(verdict)))
         if verdict.problems:
@@ -143,6 +149,20 @@ class Nodes:
             look_for(file) if first else "",
             () if refused is None else (str(refused), refused.hint, refused.exit_code),
         )
+
+    def _with_config_in_store(self, card: Card) -> Card:
+        """Return the card with the key of its config, which only the first of those who have it need to write."""
+        text = json.dumps(card.config)
+        key = f"nodes/config/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        if not self._store.check([key]):
+            self._store.set(key, text)
+        return replace(card, config={}, config_key=key)
+
+    def _with_configs(self, cards: Sequence[Card]) -> list[Card]:
+        """Return cards with their configs; equal ones share one."""
+        keys = dict.fromkeys(card.config_key for card in cards if card.config_key)
+        known = {key: json.loads(self._store.get(key)) for key in keys}
+        return [replace(card, config=known[card.config_key]) if card.config_key else card for card in cards]
 
     def _leave_file(self, stack: contextlib.ExitStack) -> str:
         """Make a file in the run folder for the others to look for, if they are to share it; return its path.
@@ -187,8 +207,10 @@ def own_gpu() -> str:
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all nodes; zerocli's with a checksum of its source."""
     number = 0
-    for path in sorted(Path(zerocli.__file__).parent.rglob("*.py")):
-        number = zlib.crc32(path.read_bytes(), number)
+    for package in (zerocli, offload, tiers):
+        folder = Path(str(package.__file__)).parent
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c")]):
+            number = zlib.crc32(path.read_bytes(), number)
     return {"zerocli": f"{machine.version('zerocli')} (source {number:08x})", "torch": torch.__version__}
 
 
@@ -238,10 +260,12 @@ Problem = tuple[str, str]
 
 def _places(cards: Sequence[Card]) -> Iterator[Problem]:
     """Yield nodes that have fewer ranks than their launcher says."""
-    hosts = [card.host for card in cards]
-    for host in dict.fromkeys(hosts):
-        said = max(card.local_world for card in cards if card.host == host)
-        if said > (there := hosts.count(host)):
+    promised: dict[str, int] = {}
+    for card in cards:
+        promised[card.host] = max(card.local_world, promised.get(card.host, 0))
+    counts = Counter(card.host for card in cards)
+    for host, said in promised.items():
+        if said > (there := counts[host]):
             yield (
                 f"node {host} has {count_of(there, 'rank')} and LOCAL_WORLD_SIZE={said} there",
                 "torchrun, which sets LOCAL_RANK and LOCAL_WORLD_SIZE; or set both on every rank",
@@ -256,9 +280,10 @@ def _alike(cards: Sequence[Card]) -> Iterator[Problem]:
         if words := differing((card.host, card.versions.get(name)) for card in cards if card.versions):
             alike = False
             yield f"nodes have different versions of {name}: {words}", "one environment for all nodes"
-    keys = dict.fromkeys(key for card in cards for key in card.config)
-    for key in keys if alike else ():
-        if words := differing((card.host, json.dumps(card.config.get(key))) for card in cards):
+    configs = list({id(card.config): card.config for card in cards}.values()) if alike else []
+    for key in dict.fromkeys(key for config in configs for key in config):
+        texts = {id(config): json.dumps(config.get(key)) for config in configs}
+        if words := differing((card.host, texts[id(card.config)]) for card in cards if len(set(texts.values())) > 1):
             yield f"{key} differs between ranks: {words}", "the same command and config on all nodes"
 
 
