@@ -98,7 +98,7 @@ def _worker(rank: int, world: int, store: str, connection: Any, function: Callab
         connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 600) -> list[Any]:
     """Return `function(*args)` of each of `world` ranks; a rank's exception fails the test with its traceback."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -132,7 +132,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: flo
 
 
 def run_cases(
-    world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], seconds: float = 300
+    world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], seconds: float = 600
 ) -> list[list[Any]]:
     """Return `run_ranks(world, function, *case)` of each case; all run in one set of ranks, whose start costs most."""
     everyone = run_ranks(world, _each_case, function, cases, seconds=seconds)
