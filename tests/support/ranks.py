@@ -23,7 +23,8 @@ OWN_MODULES = r"(zerocli|offload|tiers)(\..*)?$"
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "pytest", "zerocli.engine.api", "zerocli.models", "zerocli.models.parallel", "zerocli.run.trainer"]
-    + ["zerocli.run.folders.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
+    + ["zerocli.run.own_loop", "zerocli.run.folders.resume", "zerocli.engine.states.ema", "tiers.nvme"]
+    + ["torch._dynamo"]  # any torch.optim optimizer imports it
     + ["before_fork"]
 )
 
