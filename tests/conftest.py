@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import os
 import sys
 import tempfile
@@ -59,6 +61,20 @@ def pytest_xdist_make_scheduler(config, log):
             return path if self._shares(path) else nodeid
 
     return Scheduling(config, log) if config.option.dist == "loadscope" else None
+
+
+def pytest_collection(session):
+    """Let each process of the whole suite begin with other files: what one has compiled, the others need not."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or os.environ.get("ZEROCLI_TEST_WHOLE") != "1":
+        return
+    number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    paths = sorted((session.config.rootpath / "tests").rglob("test_*.py"))
+    first = len(paths) * number // count
+    for path in paths[first:] + paths[:first]:
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as pytest does
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # said when the file is collected
+            importlib.import_module(path.stem)
 
 
 PASSED = os.environ.get("ZEROCLI_TEST_PASSED")

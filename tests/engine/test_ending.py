@@ -79,7 +79,7 @@ def end_ranks(folder: Path, how: str) -> tuple[int, str]:
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     other = subprocess.Popen([*command, "1", how], **pipes)
     try:
-        done = subprocess.run([*command, "0", how], capture_output=True, text=True, timeout=100)
+        done = subprocess.run([*command, "0", how], capture_output=True, text=True, timeout=600)
     finally:
         other.kill()
         other.communicate()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import hold_port, run_ranks
 from runs import TINY
 from saved_engines import engine_of
 
@@ -27,7 +27,7 @@ from zerocli.engine.comm import separate_gloo_group
 from zerocli.errors import UserError
 from zerocli.ranks import store
 from zerocli.ranks.exchange import broadcast_json, collect_json, first_problem
-from zerocli.ranks.worker import free_port, worker_environment
+from zerocli.ranks.worker import worker_environment
 
 SOURCES = [
     path for name in ("zerocli", "offload", "tiers") for path in Path(store.__file__).parents[2].glob(f"{name}/**/*.py")
@@ -99,7 +99,8 @@ def reachable_address() -> str:
 
 
 def test_the_store_listens_on_the_masters_address_and_no_other(monkeypatch, capfd):
-    address, port = reachable_address(), free_port()
+    address, held = reachable_address(), hold_port()
+    port = held.getsockname()[1]
     if not address:
         pytest.skip("this machine has no network interface beside loopback")
     with store.listen(address, port, loopback=False) as made:
@@ -122,7 +123,8 @@ def test_a_name_that_others_would_not_reach_is_not_listened_on(monkeypatch, capf
     assert store.listen("198.51.100.1", 0, loopback=False) is None
     assert store.listen("no-such-host.invalid", 0, loopback=False) is None
     monkeypatch.setattr(store, "listen", lambda *_, **__: None)
-    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}.items():
+    held = hold_port()
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(held.getsockname()[1])}.items():
         monkeypatch.setenv(name, value)
     store.open_store(0, 1).set("key", "value")
     assert capfd.readouterr().err.count("the store listens on all interfaces: MASTER_ADDR localhost") == 1
@@ -130,7 +132,8 @@ def test_a_name_that_others_would_not_reach_is_not_listened_on(monkeypatch, capf
 
 def test_a_store_that_never_comes_up_is_not_waited_for_long(monkeypatch):
     """Rank 0 ended before it listened, and no launcher of ours is there to see it: SLURM's ranks."""
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+    held = hold_port()
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="did not come up within 1 s: rank 0 has not started") as error:
         store.open_store(1, 2, seconds=1)

@@ -15,8 +15,8 @@ import ranks
 
 from fuzz.program import WORLD, Program
 
-HANG_SECONDS = 60.0
-START_SECONDS = 120.0
+HANG_SECONDS = 600.0
+START_SECONDS = 600.0
 LATE_SECONDS = 3.0
 """How long one rank may go on after another has failed: it waits for a collective that never comes."""
 

@@ -150,7 +150,7 @@ def _backward_of_two_losses_on_rank_1() -> str:
 
 def test_a_loss_that_is_refused_on_one_rank_is_named_on_the_others():
     """They launch no reduction for which they would wait: the rank has not begun its pass."""
-    there, here = run_ranks(2, _backward_of_two_losses_on_rank_1, seconds=60)
+    there, here = run_ranks(2, _backward_of_two_losses_on_rank_1)
     assert here == "backward needs a loss of one element, not of shape (2,)" and here in there
 
 
@@ -189,7 +189,7 @@ def test_a_rank_that_waits_for_one_that_does_not_come_names_it(tmp_path, how, wo
     for process in processes:
         process.start()
     try:
-        assert pipes[1][0].poll(60), "no error in a minute"
+        assert pipes[1][0].poll(600), "no error in ten minutes"
         assert words in pipes[1][0].recv()
     finally:
         for process in processes:

@@ -100,7 +100,7 @@ def test_a_run_leaves_a_slow_disk_and_changes_no_number(tmp_path, data, plain):
 def test_a_run_killed_while_it_moves_resumes_to_the_same_numbers(tmp_path, data, plain, at, ranks):
     (swap := tmp_path / "swap").mkdir()
     sets = (*SETS, data, *AWAY, f"offload.nvme_path={swap}", "train.watchdog=0")
-    killed = train(tmp_path / "run", *sets, events=(SlowDisk(),), death=Death(ranks, at, "move"), grace=2)
+    killed = train(tmp_path / "run", *sets, events=(SlowDisk(),), death=Death(ranks, at, "move"), awaited=ranks)
     assert -9 in killed.codes, killed.said
     assert placement(tmp_path / "run") == "optimizer=nvme"
     resumed = train(tmp_path / "run", *sets, resume=True)

@@ -99,7 +99,7 @@ def test_a_model_without_positions_trains_unpacked_documents_only(tmp_path, data
 
 def test_a_malformed_line_ends_the_run_with_its_place(tmp_path):
     bad = write_rows(tmp_path / "x.jsonl", [*some_rows(), {"text": 1}])
-    ended = train(tmp_path / "run", *sets_of(bad, "data.tokenizer=bytes"), grace=10)
+    ended = train(tmp_path / "run", *sets_of(bad, "data.tokenizer=bytes"), awaited=[0])
     assert ended.codes[0] == 2 and "x.jsonl:41: " in ended.said[0] and "Traceback" not in "".join(ended.said)
 
 
@@ -156,7 +156,7 @@ def test_text_is_tokenised_once_by_the_models_own_tokenizer(tmp_path):
     ended = train(tmp_path / "mended", *sets)
     assert ended.codes == [0, 0] and "section ids is damaged: it is made again" in ended.said[0]
     assert losses(tmp_path / "run") == losses(tmp_path / "mended")
-    small = train(tmp_path / "small", *sets, "model.vocab=256", grace=5)
+    small = train(tmp_path / "small", *sets, "model.vocab=256")
     assert small.codes == [2, 2] and "tokenizer.json: has 261 token ids, and the model knows 256" in small.said[0]
 
 

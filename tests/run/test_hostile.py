@@ -28,7 +28,7 @@ from zerocli.regular_files import NotRegular, lines_of, open_regular, own_folder
 QUICK = ["--ranks", "1", "--steps", "2", "--batch", "1", "--seq", "8", "--set", "model.layers=1"]
 
 
-def zerocli(*arguments: str, seconds: float = 60, **given) -> subprocess.CompletedProcess:
+def zerocli(*arguments: str, seconds: float = 600, **given) -> subprocess.CompletedProcess:
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "zerocli", *arguments], env=environ, timeout=seconds, text=True, **given

@@ -22,7 +22,7 @@ OTHERS = ("start building", "reduce", "optimizer")
 @pytest.mark.parametrize("where", ["gather", *(pytest.param(each, marks=pytest.mark.long) for each in OTHERS)])
 def test_a_killed_rank_ends_the_others(tmp_path, where):
     """NCCL may end the process that is left itself, by SIGABRT: what counts is that it ends."""
-    ended = train(tmp_path / "run", *SETS, death=Death((1,), 1, where), grace=60)
+    ended = train(tmp_path / "run", *SETS, death=Death((1,), 1, where))
     assert ended.codes[1] == -signal.SIGKILL and ended.codes[0] not in (0, STUCK), ended
     if ended.codes[0] == 1:
         assert re.search(r"another rank was lost|has been stuck", ended.said[0]), ended.said[0]
@@ -32,6 +32,6 @@ def test_a_killed_rank_ends_the_others(tmp_path, where):
     "where", ["gather", *(pytest.param(each, marks=pytest.mark.long) for each in ("start opening", "start building"))]
 )
 def test_a_stopped_rank_is_named(tmp_path, where):
-    ended = train(tmp_path / "run", *SETS, death=Death((1,), 1, where, signal.SIGSTOP), grace=0.5)
+    ended = train(tmp_path / "run", *SETS, death=Death((1,), 1, where, signal.SIGSTOP), awaited=[0])
     assert ended.codes == [1, STUCK], ended
     assert re.search(r"has been stuck for \d+ s.*: rank 1 does not answer", ended.said[0]), ended.said[0]

@@ -36,7 +36,7 @@ def held(target, folder: Path):
     process = _context.Process(target=target, args=(str(folder), ready), daemon=True)
     process.start()
     try:
-        assert ready.wait(120)
+        assert ready.wait(600)
         yield process
     finally:
         process.kill()
@@ -141,7 +141,7 @@ def test_of_several_that_find_a_dead_run_one_takes_its_folder(tmp_path):
     each = [_context.Process(target=take_stale, args=(str(tmp_path), barrier, results)) for _ in range(4)]
     for process in each:
         process.start()
-    assert sorted(results.get(timeout=120) for _ in each) == ["refused"] * 3 + ["taken"]
+    assert sorted(results.get(timeout=600) for _ in each) == ["refused"] * 3 + ["taken"]
     for process in each:
         process.join()
 

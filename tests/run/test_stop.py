@@ -95,7 +95,7 @@ def soon(seconds: float) -> None:
 def test_a_signal_during_the_first_compilation_is_obeyed(tmp_path):
     sets = ("model.compile=true", "train.steps=40", "checkpoint.every=1000")
     death = Death((1,), 1, "forward", act=functools.partial(soon, 1.0))
-    ended = train(tmp_path / "run", *sets, death=death, seconds=600)
+    ended = train(tmp_path / "run", *sets, death=death)
     newest = Folder(tmp_path / "run/checkpoints").committed()[0]
     assert newest.step == max(losses(tmp_path / "run"))
     assert ended.codes in ([PREEMPTED, PREEMPTED], [0, 0]), ended.said

@@ -25,7 +25,7 @@ def workers(agent: subprocess.Popen) -> list[int]:
     return sorted(found)
 
 
-def wait_for_a_checkpoint(folder: Path, agents: list[subprocess.Popen], seconds: float = 120) -> None:
+def wait_for_a_checkpoint(folder: Path, agents: list[subprocess.Popen], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not Folder(folder / "run/checkpoints").committed():
         assert time.monotonic() < deadline and all(agent.poll() is None for agent in agents)

@@ -23,7 +23,8 @@ OWN_MODULES = r"(zerocli|offload|tiers)(\..*)?$"
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "pytest", "zerocli.engine.api", "zerocli.models", "zerocli.models.parallel", "zerocli.run.trainer"]
-    + ["zerocli.run.folders.resume", "torch._dynamo"]  # any torch.optim optimizer imports it
+    + ["zerocli.run.own_loop", "zerocli.run.folders.resume", "zerocli.engine.states.ema", "tiers.nvme"]
+    + ["torch._dynamo"]  # any torch.optim optimizer imports it
     + ["before_fork"]
 )
 
@@ -98,7 +99,7 @@ def _worker(rank: int, world: int, store: str, connection: Any, function: Callab
         connection.send_bytes(pickle.dumps(("error", traceback.format_exc())))
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: float = 600) -> list[Any]:
     """Return `function(*args)` of each of `world` ranks; a rank's exception fails the test with its traceback."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -132,7 +133,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, seconds: flo
 
 
 def run_cases(
-    world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], seconds: float = 300
+    world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]], seconds: float = 600
 ) -> list[list[Any]]:
     """Return `run_ranks(world, function, *case)` of each case; all run in one set of ranks, whose start costs most."""
     everyone = run_ranks(world, _each_case, function, cases, seconds=seconds)

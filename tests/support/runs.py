@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing.connection
 import os
 import random
 import resource
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,14 +106,14 @@ def train(
     *sets: str,
     world: int = 2,
     death: Death | None = None,
-    seconds: float = 90,
-    grace: float = 30,
+    seconds: float = 600,
+    awaited: Sequence[int] | None = None,
     **given: Any,
 ) -> Ended:
     """Run the trainer on `world` ranks to its end, however it ends; no process is left.
 
     `before`, a function of a module, is called in each rank first with its number and the run folder, which it returns.
-    One that lives on `grace` seconds after another has failed is ended, and its code is STUCK.
+    Once those that are `awaited` have ended, the others are killed, and their code is STUCK; default: all are awaited.
     """
     held = hold_port()
     port = held.getsockname()[1]
@@ -126,11 +125,8 @@ def train(
     for process in processes:
         process.start()
     deadline = time.monotonic() + seconds
-    # Those that live are counted once: asked again, the last may have ended, and nothing would wake us.
-    while (alive := [p for p in processes if p.is_alive()]) and time.monotonic() < deadline:
-        multiprocessing.connection.wait([p.sentinel for p in alive], deadline - time.monotonic())
-        if any(process.exitcode for process in processes):
-            deadline = min(deadline, time.monotonic() + grace)
+    for rank in range(world) if awaited is None else awaited:
+        processes[rank].join(max(0.0, deadline - time.monotonic()))
     codes = []
     for process in processes:
         stuck = process.is_alive()
@@ -145,7 +141,7 @@ def as_rank_0(folder: Path, words: list[str]) -> tuple[int, str, str]:
     """Run a command as the only rank of a launcher, in a fork that has torch; return code, stdout and stderr."""
     process = _context.Process(target=_be_rank_0, args=(str(folder), words))
     process.start()
-    process.join(120)
+    process.join(600)
     process.kill()
     return process.exitcode or 0, (folder / "shown").read_text(), (folder / "said").read_text()
 

@@ -77,7 +77,7 @@ class Slurm:
                 os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGTERM)
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(words, env=self.environ, cwd=self.folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, env=self.environ, cwd=self.folder, capture_output=True, text=True, timeout=600)
         return done.stdout
 
     def submit(self, script: str) -> int:

@@ -22,9 +22,9 @@ from ranks import _context
 from zoo.case import VARIANTS, Case
 
 WORLD = 2
-SECONDS = 60.0
+SECONDS = 600.0
 """How long a case may take, the import of the packages it needs included."""
-GRACE = 5.0
+GRACE = 120.0
 """How long a rank may take when another has ended otherwise than by equal numbers."""
 
 
@@ -82,7 +82,7 @@ class Server:
             there.close()
             self._ranks.append((process, here))
         for _, end in self._ranks:
-            assert end.poll(120), "the ranks did not start"
+            assert end.poll(600), "the ranks did not start"
             end.recv_bytes()
 
     def stop(self) -> None:
