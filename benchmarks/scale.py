@@ -268,45 +268,44 @@ def metrics(ranks: int) -> Iterator[Row]:
 def checkpoint(ranks: int) -> Iterator[Row]:
     """The plan of a checkpoint of a Llama with two blocks as wide as those of 8B, sharded over all ranks."""
     import torch
-    from torch.distributed.checkpoint.planner import SavePlan
 
     from zerocli.checkpoint import manifest as manifests
-    from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
-    from zerocli.checkpoint.parts import LoadPlanner, SavePlanner
-    from zerocli.checkpoint.reader import Reader
+    from zerocli.checkpoint.boxes import overlapping
+    from zerocli.checkpoint.manifest import Manifest
+    from zerocli.checkpoint.writer import file_name, tensors_of
 
     layouts = llama_layouts(ranks, blocks=2)
-    with computed() as seconds:
-        plans = []
-        for rank in range(ranks):
-            planner = SavePlanner()
-            planner.parts = {part.name: part for part in parts_of(layouts, rank, ranks)}
-            plans.append(planner.create_local_plan())
-    items = sum(len(plan.items) for plan in plans)
-    yield Row("checkpoint: local plan", ranks, seconds() / ranks, "each rank", 1, items / ranks, "items of each rank")
-    before = resident()
-    with computed() as seconds:
-        final, metadata = SavePlanner().create_global_plan([SavePlan(plan.items) for plan in plans])
-    yield Row("checkpoint: global plan", ranks, seconds(), "rank 0", ranks, resident() - before, "memory of rank 0")
     digest = "0" * 64
     with computed() as seconds:
-        tensors = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            pieces = [Piece(tuple(c.offsets), tuple(c.sizes), "rank-00000.bin", 0, digest) for c in entry.chunks]
-            tensors[name] = Tensor(entry.properties.dtype, tuple(entry.size), pieces)
-        data = manifests.encode(Manifest(1, tensors, {"rank-00000.bin": 1 << 62}))
+        texts = []
+        for rank in range(ranks):
+            about, written = {}, {}
+            for part in parts_of(layouts, rank, ranks):
+                about[part.name] = [manifests.name_of(part.dtype), part.shape]
+                written[part.name] = [[box.offsets, box.sizes, 0, digest] for box in part.boxes]
+            texts.append(json.dumps([about, written]))
+    size = sum(map(len, texts))
+    yield Row("checkpoint: what a rank wrote", ranks, seconds() / ranks, "each rank", 1, size / ranks, "of each rank")
+    before = resident()
+    with computed() as seconds:
+        tensors = tensors_of([json.loads(text) for text in texts])
+    yield Row("checkpoint: what all wrote", ranks, seconds(), "rank 0", ranks, resident() - before, "memory of rank 0")
+    with computed() as seconds:
+        data = manifests.encode(Manifest(1, tensors, {file_name(rank): 1 << 62 for rank in range(ranks)}))
     yield Row("checkpoint: manifest written", ranks, seconds(), "rank 0", 1, len(data), "file")
-    del plans, final, metadata, tensors
+    del texts, tensors
     with computed() as seconds:
         manifest = manifests.decode(data)
     yield Row("checkpoint: manifest read", ranks, seconds(), "each rank", 1, len(data), "file")
     there = max(1, ranks // 2)  # resumed on half the ranks
-    again = {part.name: part for part in parts_of(llama_layouts(there, blocks=2), there // 2, there)}
+    again = list(parts_of(llama_layouts(there, blocks=2), there // 2, there))
     with computed() as seconds:
-        load = LoadPlanner()
-        load.set_up_planner(again, Reader(Path("."), manifest).read_metadata())
-        reads = load.create_local_plan()
-    yield Row("resume at another size: plan", ranks, seconds(), "each rank", 1, len(reads.items), "reads of each rank")
+        reads = 0
+        for part in again:
+            pieces = manifest.tensors[part.name].pieces
+            places = [piece.offsets for piece in pieces], [piece.sizes for piece in pieces]
+            reads += sum(map(len, overlapping(part.boxes, *places)))
+    yield Row("resume at another size: plan", ranks, seconds(), "each rank", 1, reads, "reads of each rank")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step-00000001")
         path.mkdir()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.errors import format_nbytes
-
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
 
 # A v1 cgroup without a limit reports 2^63 - 1 rounded down to a page, so values of that size mean no limit.
 _NO_LIMIT = 1 << 60
@@ -61,8 +57,6 @@ def _memlock(limits: str) -> int | None:
         if line.startswith("Max locked memory"):
             soft = line.split()[3]
             return None if soft == "unlimited" else int(soft)
-    if resource is None:
-        return None
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft_limit == resource.RLIM_INFINITY else soft_limit
 

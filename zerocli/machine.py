@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -19,11 +20,6 @@ from pathlib import Path
 
 from tiers.limits import cgroup_folders, read_limits
 from zerocli.errors import UserError
-
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
 
 ROOT = Path("/")
 
@@ -47,8 +43,6 @@ class Memory:
 
 def allow_open_files(needed: int) -> None:
     """Have this process and its children may open `needed` files; raise UserError where its limit forbids that."""
-    if resource is None:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -158,6 +152,18 @@ def missing_compiler(on_gpu: bool, environ: Mapping[str, str] = os.environ) -> s
     return "" if shutil.which(own, path=path) else "there is no C++ compiler (g++, or CXX)"
 
 
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of what is kept for later runs of this user."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocli"
+
+
+def processor(root: Path = ROOT) -> str:
+    """Return the processor's name and instructions as one text, as far as the system tells."""
+    text = _read(root / "proc/cpuinfo") or ""
+    words = re.findall(r"^(?:model name|flags|CPU part|Features)\s*:.*", text, re.MULTILINE)
+    return "\n".join(dict.fromkeys(words)) or platform.processor()
+
+
 def started(pid: int) -> int | None:
     """Return when a process was started, in whole seconds since 1970, every time the same; None if that is unknown."""
     try:
@@ -170,10 +176,8 @@ def started(pid: int) -> int | None:
 
 def backends() -> list[str]:
     """Return the names of torch's distributed backends on this machine (imports torch)."""
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        return []
+    import torch.distributed as dist
+
     if not dist.is_available():
         return []
     found = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}

@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "phi3": ("phi3", {}, "transformers", []),
     "qwen3": ("qwen3", {}, "ours", []),
     "gemma2": ("gemma2", {}, "transformers", ["lora.dora=true"]),
+    "experts": ("mixtral", {}, "transformers", ["lora.targets=q_proj,experts"]),
+    "experts in part": ("mixtral", {}, "transformers", [r"lora.targets=.*\.1\..*experts\.down_proj"]),
 }
 
 
@@ -122,6 +124,7 @@ def test_peft_loads_what_is_exported_and_merged_weights_give_the_same(name, fold
     engine.close()
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PEFTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora": ("llama", "ours", {"target_modules": "all-linear"}),
     "expression": ("llama", "ours", {"target_modules": r".*layers\.1\..*(q_proj|up_proj)", "use_rslora": True}),
@@ -131,6 +134,8 @@ PEFTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2 of transformers": ("gpt2", "transformers", {"target_modules": ["attn.c_proj"], "use_dora": True}),
     "phi3": ("phi3", "transformers", {"target_modules": "all-linear", "use_dora": True}),
     "gemma2": ("gemma2", "transformers", {"target_modules": "all-linear"}),
+    "experts": ("mixtral", "transformers", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts alone": ("mixtral", "transformers", {"target_modules": [], "target_parameters": EXPERTS[:1]}),
 }
 
 

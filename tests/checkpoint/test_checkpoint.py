@@ -21,7 +21,6 @@ from lengths import LONG
 from ranks import run_ranks
 from saved_engines import Stateful, engine_of, everything, save_at, train
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
 from toys import split, uneven_batch
 
 import zerocli
@@ -29,9 +28,11 @@ from tiers.limits import HostLimits
 from zerocli.checkpoint import Folder, Mismatch, Saver, load, manifest, resume, sources, state
 from zerocli.checkpoint import saver as savers
 from zerocli.checkpoint import snapshot as snapshots
-from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, tile, whole
-from zerocli.checkpoint.parts import Part, SavePlanner, tensor_part
+from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, overlapping, tile, whole
+from zerocli.checkpoint.manifest import Piece
+from zerocli.checkpoint.parts import Part
 from zerocli.checkpoint.sources import Memory
+from zerocli.checkpoint.writer import tensors_of
 from zerocli.engine.events import Probe
 from zerocli.layout import constants
 from zerocli.layout.shards import Span
@@ -78,24 +79,34 @@ def test_boxes_tile_exactly_if_every_element_is_covered_once(shape, data):
     assert tile(shape, [offsets for offsets, _ in parts], [sizes for _, sizes in parts]) == bool((covered == 1).all())
 
 
-def test_plans_are_merged_as_torch_merges_them():
-    """In time that grows with the boxes, not with their square; what two ranks hold is written by the first."""
-    source, plans = Memory(torch.empty(0)), []
-    for rank in range(5):
-        run = Span(rank * 24, (rank + 1) * 24)
-        parts = [
-            Part("w", (30, 4), source, list(boxes((30, 4), run, 7))),
-            Part(f"own/{rank}", (), source, [Box((), (), 0)]),
-        ]
-        planner = SavePlanner()
-        planner.parts = {part.name: part for part in (*parts, Part("both", (3,), source, [Box((0,), (3,), 0)]))}
-        plans.append(planner.create_local_plan())
-    ours, found = SavePlanner().create_global_plan(plans)
-    theirs = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-    torchs, expected = theirs.create_global_plan(plans)
-    assert found.state_dict_metadata == expected.state_dict_metadata
-    assert [[(each.index.fqn, each.index.offset) for each in plan.items] for plan in ours] == [
-        [(each.index.fqn, each.index.offset) for each in plan.items] for plan in torchs
+@given(st.lists(st.integers(1, 4), max_size=3), st.data())
+@settings(max_examples=300 if LONG else 40, deadline=None, derandomize=True)
+def test_the_pieces_of_a_box_are_those_that_have_elements_in_common_with_it(shape, data):
+    numel = math.prod(shape)
+    mine, theirs = (
+        [box for run in (Span(0, at), Span(at, numel)) for box in boxes(tuple(shape), run, 3)]
+        for at in (data.draw(st.integers(0, numel)), data.draw(st.integers(0, numel)))
+    )
+    found = overlapping(mine, [box.offsets for box in theirs], [box.sizes for box in theirs])
+
+    def elements(box):
+        index = torch.arange(numel).view(shape)
+        return set(
+            index[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))].flatten().tolist()
+        )
+
+    for box, indices in zip(mine, found, strict=True):
+        assert indices == [at for at, other in enumerate(theirs) if elements(box) & elements(other)]
+
+
+def test_what_two_ranks_write_of_a_tensor_is_listed_with_the_file_of_each():
+    about = {"w": ["float32", (4, 2)]}
+    both = [[about, {"w": [[[first, 0], [2, 2], 64 * first, "hash"]]}] for first in (0, 2)]
+    (name, tensor), *others = tensors_of(both).items()
+    assert (name, tensor.dtype, tensor.shape, others) == ("w", torch.float32, (4, 2), [])
+    assert tensor.pieces == [
+        Piece((0, 0), (2, 2), "rank-00000.bin", 0, "hash"),
+        Piece((2, 0), (2, 2), "rank-00001.bin", 128, "hash"),
     ]
 
 
@@ -560,7 +571,6 @@ def test_nothing_is_resumed_from_an_empty_folder(tmp_path):
 
 
 def test_a_process_without_others_saves_and_loads_without_a_warning(tmp_path, recwarn):
-    """DCP's warning about a missing process group is suppressed there, and the process's filters stay as they were."""
     _, engine = engine_of({"stage": 2})
     filters = list(warnings.filters)
     saver = Saver(engine, tmp_path, asynchronous=False)
@@ -588,19 +598,6 @@ def test_a_manifest_is_json_that_names_every_tensor(tmp_path):
     assert names == {name for name, _ in Stateful().named_parameters()}
     assert document["manifest"]["values"]["note"] == "mine"
     assert Path(tmp_path / "step-00000001").is_dir()
-
-
-def test_a_run_plans_its_saves_once_and_anew_where_something_else_is_saved():
-    planner = SavePlanner()
-    planner.parts = {part.name: part for part in (tensor_part("a", torch.ones(3)), tensor_part("b", torch.ones(2, 2)))}
-    first = planner.create_local_plan()
-    merged, metadata = planner.create_global_plan([first])
-    planner.parts = {part.name: part for part in (tensor_part("a", torch.zeros(3)), tensor_part("b", torch.ones(2, 2)))}
-    assert planner.create_local_plan() is first and planner.create_global_plan([first]) == (merged, metadata)
-    planner.parts["b"] = tensor_part("b", torch.ones(5, 2))
-    again = planner.create_local_plan()
-    assert again is not first
-    assert planner.create_global_plan([again])[1].state_dict_metadata["b"].size == (5, 2)
 
 
 class FarAway(Memory):
@@ -657,7 +654,7 @@ def test_a_snapshot_holds_every_flat_until_it_is_read():
 
 def test_a_wait_for_want_of_buffer_is_told_once_with_the_buffer_that_spares_it(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "SAVE_SLOT_NBYTES", 64 << 10)
-    monkeypatch.setattr(savers, "WORTH_SAYING_SECONDS", 0.0)
+    monkeypatch.setattr(savers, "MIN_ADVISED_SECONDS", 0.0)
     model, said = nn.Linear(300, 400), []
     engine = zerocli.shard(model, stage=3, lr=0.1)
     saver = Saver(engine, tmp_path, buffer_nbytes=1, say=said.append, keep=9)

@@ -190,6 +190,8 @@ ROWS: list[tuple[str, int, tuple[str, ...]]] = [
     ("train ./gone", 2, ("./gone: is a link to nowhere.toml, which does not exist\n",)),
     ("train model.py", 2, ("model:FUNCTION",)),
     ("train my.module:", 2, ("package.module:function",)),
+    ("train --set train.cutoff_len=4", 2, ("try: --set train.seq=4",)),
+    ("train --hidden-size 4", 2, ("try: zerocli train --set model.hidden=4",)),
     ("train no_such_module:build --dry-run", 2, ("No module named 'no_such_module'", "PYTHONPATH")),
     ("train os:path --dry-run", 2, ("not callable", "takes no arguments")),
     ("train os:nothing --dry-run", 2, ("no attribute 'nothing'",)),

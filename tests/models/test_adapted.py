@@ -145,11 +145,51 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+class Experts(nn.Module):
+    """Experts in two packed tensors, as transformers has them; of some of its models the matrices are transposed."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = transposed
+        up, down = torch.randn(3, 24, 16) * 0.2, torch.randn(3, 16, 24) * 0.2
+        self.up, self.down = (nn.Parameter(each.mT.contiguous() if transposed else each) for each in (up, down))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = (each if self.is_transposed else each.mT for each in (self.up, self.down))
+        return sum(torch.tanh(x @ up[at]) @ down[at] for at in range(3))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.blocks = nn.Embedding(64, 16), nn.ModuleList(Experts(at == 1) for at in range(2))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+MIXTURE_WAYS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"recompute": True},
+    {"recompute": "selective", "offload": "params=cpu,optimizer=cpu"},
+]
+
+
+def adapted_mixture() -> nn.Module:
+    return zerocli.lora(Mixture(), rank=2, targets=["blocks.0", "up", "head"])
+
+
 def _own_and_pefts() -> list[list[float]]:
     """Train a model adapted by us, and one adapted by peft if it is there, at stage 3; return the losses of both."""
     found = []
-    for model in own_models():
-        engine = zerocli.shard(model, lr=1e-2, stage=3, weight_decay=0.01)
+    mixtures = [(adapted_mixture(), way) for way in MIXTURE_WAYS]
+    for model, way in [*((each, {}) for each in own_models()), *mixtures]:
+        engine = zerocli.shard(model, **{"lr": 1e-2, "stage": 3, "weight_decay": 0.01} | way)
         losses = []
         for step in range(STEPS):
             torch.manual_seed(100 * step + engine.collectives.rank)
@@ -170,6 +210,7 @@ def own_models() -> list[nn.Module]:
     for dora in (False, True):
         torch.manual_seed(1)
         models.append(zerocli.lora(Net(), rank=4, targets=["first", "second"], dora=dora))
+    models.append(adapted_mixture())
     try:
         from peft import LoraConfig as Pefts
         from peft import get_peft_model
@@ -180,7 +221,7 @@ def own_models() -> list[nn.Module]:
 
 
 def test_a_model_of_ones_own_and_one_of_pefts_train_as_in_plain_torch():
-    expected = [plain(model, 2) for model in own_models()]
+    expected = [plain(model, 2) for model in (*own_models(), *(adapted_mixture() for _ in MIXTURE_WAYS))]
     for found in run_ranks(2, _own_and_pefts):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)

@@ -28,8 +28,6 @@ PRELOAD = ["zerocli.check.loop_ranks", "zerocli.engine.api", "torch._dynamo"]
 
 def _context() -> Any:
     """Return how processes are started. No fork: a copy of a process that has run torch's threads hangs in them."""
-    if "forkserver" not in mp.get_all_start_methods():
-        return mp.get_context("spawn")
     from multiprocessing import forkserver
 
     context = mp.get_context("forkserver")

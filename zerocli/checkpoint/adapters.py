@@ -29,14 +29,15 @@ from zerocli.layout.shards import round_up
 from zerocli.models import build_model
 from zerocli.models.hugging import Mapping
 from zerocli.models.lora import (
+    PACKED,
     adapter_names,
     adapters_of,
-    is_adapter,
     matrix_of,
     module_there,
     name_there,
     names_there,
     row_lengths,
+    split_name,
     tied_names,
     trained_whole,
 )
@@ -152,10 +153,12 @@ def _says_tied(folder: str) -> bool:
     return bool(values.get("ensure_weight_tying"))
 
 
-def peft_config(config: Config, adapted: set[str], others: set[str] | None) -> dict[str, Any]:
+def peft_config(
+    config: Config, adapted: set[str], others: set[str] | None, packed: set[str], parameters: set[str] | None
+) -> dict[str, Any]:
     """Return peft's adapter_config.json; `adapted` and `others` are the model's layers with and without adapters.
 
-    Of a model whose other layers are not known, whole names are written.
+    `packed` are tensors with adapters, of all `parameters`. Where others are not known, whole names are written.
     """
     lora = config.lora
     return {
@@ -166,6 +169,8 @@ def peft_config(config: Config, adapted: set[str], others: set[str] | None) -> d
         "lora_alpha": lora.alpha or 2 * lora.rank,
         "lora_dropout": lora.dropout,
         "target_modules": sorted(adapted) if others is None else shortest_names(adapted, others),
+        "target_parameters": (sorted(packed) if parameters is None else shortest_names(packed, parameters - packed))
+        or None,
         "modules_to_save": list(lora.save_modules) or None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
@@ -194,17 +199,19 @@ def adapter_mappings(
     """
     theirs = names_there(config.model)
     names = [name.removeprefix(PARAMETERS) for name in manifest.tensors if name.startswith(PARAMETERS)]
-    parts = {tuple(name.partition(".lora.")[::2]) for name in names if is_adapter(name)}
+    parts = {(layer, part) for layer, part, which in map(split_name, names) if which}
     if not parts:
         raise Damaged("it has no adapters, and its config says that it has")
-    adapted = {module_there(layer, rest.partition(".")[0], theirs) for layer, rest in parts}
+    packed = {f"{layer}.{part.partition(PACKED)[0]}" for layer, part in parts if PACKED in part}
+    adapted = {module_there(layer, part, theirs) for layer, part in parts if PACKED not in part}
     every = {each for modules in theirs.values() for each in modules}
     every |= {mapping.ours.removesuffix(".weight") for mapping in kept or ()}
     tied: dict[str, list[str]] = manifest.values.get("tied") or {}
     mapped = [
         Mapping(name, (PREFIX + name_there(each, theirs),)) for name in names for each in (name, *tied.get(name, ()))
     ]
-    about = peft_config(config, adapted, every - adapted if every else None)
+    parameters = {mapping.ours for mapping in kept} if kept is not None else None
+    about = peft_config(config, adapted, every - adapted if every else None, packed, parameters)
     others = [name_there(each, theirs).split(".")[-2] for name in names for each in tied.get(name, ())]
     if others:  # peft has a copy of each of the modules
         about["modules_to_save"] = list(dict.fromkeys([*about["modules_to_save"], *others]))
@@ -214,7 +221,7 @@ def adapter_mappings(
 # -- a base in 4 or 8 bits -----------------------------------------------------------------------------------------
 
 
-class StoredBase:
+class EncodedBase:
     """The matrices of a base's files as a run used them that stored its base in 4 or 8 bits: encoded and decoded."""
 
     def __init__(self, config: Config, weights: Weights, dtype: torch.dtype) -> None:
@@ -232,6 +239,7 @@ class StoredBase:
         every = [name for _, named in claimed for name, _ in named]
         by_name, _ = names_in_files(model, every, weights, config.model)
         self._of = {there: by_name[name] for name in encoded for there in by_name[name].theirs}
+        self._last: tuple[str, torch.Tensor] | None = None
 
     def holds(self, name: str) -> bool:
         """Return whether a tensor of the files, or what it is a part of, was encoded."""
@@ -239,17 +247,33 @@ class StoredBase:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor of the files with the values that the run computed with, in its own shape."""
-        mapping = self._of[name]
-        entries = [self._weights.entries[there][1] for there in mapping.theirs]
-        parts = [self._weights.read(entry.name, 0, entry.numel).view(entry.shape) for entry in entries]
-        flat = torch.cat([(part.t() if mapping.transposed else part).reshape(-1) for part in parts])
-        padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
-        padded[: flat.numel()] = flat
-        decode(self._codec, encode(self._codec, padded), padded)
-        at = sum(entry.numel for entry in entries[: mapping.theirs.index(name)])
-        entry = entries[mapping.theirs.index(name)]
-        values = padded[at : at + entry.numel]
-        return values.view(tuple(reversed(entry.shape))).t() if mapping.transposed else values.view(entry.shape)
+        return part_of(self.whole(self._of[name]), self._of[name], self._weights, name)
+
+    def whole(self, mapping: Mapping) -> torch.Tensor:
+        """Return the elements of a parameter, which may be several tensors of the files; the last is kept."""
+        if self._last is None or self._last[0] != mapping.ours:
+            flat = read_whole(mapping, self._weights)
+            padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
+            padded[: flat.numel()] = flat
+            decode(self._codec, encode(self._codec, padded), padded)
+            self._last = mapping.ours, padded[: flat.numel()]
+        return self._last[1]
+
+
+def read_whole(mapping: Mapping, weights: Weights) -> torch.Tensor:
+    """Return the elements of a parameter, in their order, from the tensors of the files that it is split into."""
+    entries = [weights.entries[there][1] for there in mapping.theirs]
+    parts = [weights.read(entry.name, 0, entry.numel).view(entry.shape) for entry in entries]
+    return torch.cat([(part.t() if mapping.transposed else part).reshape(-1) for part in parts])
+
+
+def part_of(whole: torch.Tensor, mapping: Mapping, weights: Weights, name: str) -> torch.Tensor:
+    """Return one of the tensors of the files that a parameter is split into, in its own shape: undoes `read_whole`."""
+    entries = [weights.entries[there][1] for there in mapping.theirs]
+    index = mapping.theirs.index(name)
+    at, entry = sum(each.numel for each in entries[:index]), entries[index]
+    values = whole[at : at + entry.numel]
+    return values.view(tuple(reversed(entry.shape))).t() if mapping.transposed else values.view(entry.shape)
 
 
 # -- DoRA ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,18 @@ def tile(shape: tuple[int, ...], offsets: Rows, sizes: Rows) -> bool:
     every = every[order]
     firsts = np.flatnonzero(np.concatenate([[True], (every[1:] != every[:-1]).any(1)]))
     return not np.add.reduceat(sign_of[order], firsts).any()
+
+
+def overlapping(found: Iterable[Box], offsets: Rows, sizes: Rows) -> Iterator[list[int]]:
+    """Yield, for each box, the indices of the boxes with these offsets and sizes that have elements in common with it.
+
+    All at once for a box: a tensor that thousands of ranks saved has as many pieces.
+    """
+    starts, widths = np.asarray(offsets, dtype=np.int64), np.asarray(sizes, dtype=np.int64)
+    for box in found:
+        first, width = np.array(box.offsets, dtype=np.int64), np.array(box.sizes, dtype=np.int64)
+        common = np.minimum(starts + widths, first + width) - np.maximum(starts, first)
+        yield np.flatnonzero((common > 0).all(1)).tolist()
 
 
 def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:

@@ -13,8 +13,16 @@ from typing import Any
 import torch
 
 from zerocli.checkpoint import safetensors, source_files
-from zerocli.checkpoint.adapters import PARAMETERS, StoredBase, adapter_mappings, refuse_other_base
+from zerocli.checkpoint.adapters import (
+    PARAMETERS,
+    EncodedBase,
+    adapter_mappings,
+    part_of,
+    read_whole,
+    refuse_other_base,
+)
 from zerocli.checkpoint.export import DTYPES, Exported, Row, dtype_of, export_folder, write_files, write_parameters
+from zerocli.checkpoint.imports import names_in_files
 from zerocli.checkpoint.manifest import Manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.safetensors import Entry, Weights
@@ -23,8 +31,9 @@ from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, scale
 from zerocli.engine.precision import PRECISIONS
 from zerocli.errors import UserError
 from zerocli.layout.codecs import CODECS
-from zerocli.models import hugging
-from zerocli.models.lora import is_adapter, module_there, name_there, names_there
+from zerocli.models import build_model, hugging
+from zerocli.models.hugging import Mapping
+from zerocli.models.lora import PACKED, add_packed, is_transposed, module_there, name_there, names_there, split_name
 from zerocli.regular_files import write_text
 
 CONV1D = ("gpt2", "openai-gpt", "imagegpt")
@@ -96,6 +105,16 @@ def _fill(merged: Merged, file: Path, group: list[Row]) -> None:
         writer.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A packed tensor of the model with adapters: where it is in the files, and its adapters' name in a checkpoint."""
+
+    mapping: Mapping
+    shape: tuple[int, ...]
+    transposed: bool
+    adapter: str
+
+
 class Merged:
     """The tensors of a base's files, with a checkpoint's adapters added and its other trained tensors in place."""
 
@@ -107,10 +126,12 @@ class Merged:
         self._changed: dict[str, str] = {}
         """Name of a tensor in the files -> what its adapter's parameters begin with in the checkpoint."""
         self._replaced: dict[str, str] = {}
+        packed: set[tuple[str, str]] = set()
         for name in names:
-            layer, _, rest = name.partition(".lora.")
-            if is_adapter(name):
-                part = rest.partition(".")[0]
+            layer, part, which = split_name(name)
+            if PACKED in part:
+                packed.add((layer, part))
+            elif which:
                 there = files(f"{module_there(layer, part, theirs)}.weight", name)
                 self._changed[there] = f"{PARAMETERS}{layer}.lora.{part}"
             else:
@@ -122,7 +143,18 @@ class Merged:
         self._stored = None
         if config.lora.base in CODECS:
             precision = PRECISIONS[str(reader.manifest.values.get("precision"))]
-            self._stored = StoredBase(config, weights, precision.compute)
+            self._stored = EncodedBase(config, weights, precision.compute)
+        self._packed: dict[str, Packed] = {}
+        """Name of a tensor in the files -> the packed tensor with adapters that it is a part of."""
+        self._last: tuple[Packed, torch.Tensor] | None = None
+        if packed:
+            model = build_model(config.model, config.train.seq, "meta")
+            by_name, _ = names_in_files(model, [], weights, config.model)
+            for layer, part in packed:
+                ours, module = f"{layer}.{part.partition(PACKED)[0]}", model.get_submodule(layer)
+                shape = tuple(model.get_parameter(ours).shape)
+                found = Packed(by_name[ours], shape, is_transposed(module), f"{PARAMETERS}{layer}.lora.{part}")
+                self._packed |= dict.fromkeys(found.mapping.theirs, found)
 
     def values(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, values) of a tensor of the merged model."""
@@ -131,6 +163,9 @@ class Merged:
             yield 0, self._reader.tensor(self._replaced[name]).reshape(-1)
         elif name in self._changed:
             yield 0, self._merged(self._whole(name).float(), self._changed[name]).reshape(-1)
+        elif name in self._packed:
+            packed = self._packed[name]
+            yield 0, part_of(self._merged_packed(packed), packed.mapping, self._weights, name).reshape(-1)
         elif self._stored is not None and self._stored.holds(name):
             yield 0, self._stored.read(name).reshape(-1)
         else:
@@ -143,6 +178,17 @@ class Merged:
             return self._stored.read(name)
         entry = self._weights.entries[name][1]
         return self._weights.read(name, 0, entry.numel).view(entry.shape)
+
+    def _merged_packed(self, packed: Packed) -> torch.Tensor:
+        """Return the elements of a packed tensor with its adapters added, in fp32; the last is kept."""
+        if self._last is None or self._last[0] != packed:
+            stored, mapping = self._stored, packed.mapping
+            encoded = stored is not None and stored.holds(mapping.theirs[0])
+            whole = stored.whole(mapping) if stored is not None and encoded else read_whole(mapping, self._weights)
+            a, b = (self._reader.tensor(f"{packed.adapter}.{each}").float() for each in "ab")
+            made = add_packed(whole.float().view(packed.shape), a, b, self._factor, packed.transposed)
+            self._last = packed, made.reshape(-1)
+        return self._last[1]
 
     def _merged(self, matrix: torch.Tensor, adapter: str) -> torch.Tensor:
         """Return a matrix of the files with an adapter added, in fp32."""

@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.members import control_group, members_of, no_group_warning
-from zerocli.checkpoint.parts import LoadPlanner, Part
+from zerocli.checkpoint.members import control_group, members_of
+from zerocli.checkpoint.parts import Part
 from zerocli.checkpoint.reader import Reader
-from zerocli.checkpoint.saver import in_words
+from zerocli.checkpoint.writer import in_words
 from zerocli.engine.engine import Engine
-from zerocli.ranks.exchange import broadcast_json, first_problem
+from zerocli.ranks.exchange import EXCHANGE, broadcast_json, first_problem
+from zerocli.ranks.startup import STARTUP
 
 
 @dataclass
@@ -71,16 +70,14 @@ def _load(
 
 def _fill(path: Path, manifest: Manifest, parts: dict[str, Part]) -> None:
     """Fill this rank's parts; each rank plans by itself what it reads."""
-    reader = Reader(path, manifest)
     try:
-        with no_group_warning(None):
-            dcp.load(parts, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        (failure,) = error.failures.values()
-        kind = Unreadable if isinstance(failure[0], Unreadable | OSError) else Damaged
-        raise kind(in_words(failure[0])) from None
-    finally:
-        reader.close()
+        with Reader(path, manifest) as reader:
+            reader.fill(parts.values())
+    except (Damaged, Unreadable):
+        raise
+    except Exception as error:
+        kind = Unreadable if isinstance(error, OSError) else Damaged
+        raise kind(in_words(error)) from None
 
 
 def _finish(acts: list[Callable[[], None]]) -> None:
@@ -91,9 +88,7 @@ def _finish(acts: list[Callable[[], None]]) -> None:
             raise Damaged(f"its random state is invalid ({str(error)[:200]})") from None
 
 
-def _agreed(
-    act: Callable[[], Any], group: dist.ProcessGroup | None, stage: str = "an exchange of control values"
-) -> Any:
+def _agreed(act: Callable[[], Any], group: dist.ProcessGroup | None, stage: str = EXCHANGE) -> Any:
     """Return the result of `act`; raise the first rank's Damaged, Unreadable or Mismatch on all ranks.
 
     `stage` is what the ranks wait for each other in.
@@ -138,7 +133,7 @@ def resume(
     found: list[tuple[int, str]] = []
     if members_of(engine).rank == 0:
         found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
-    if group is not None:  # rank 0's view counts: all must try the same ones
+    with STARTUP.waiting(EXCHANGE):  # rank 0's view counts: all must try the same ones
         found = broadcast_json(found, group)
     damaged = []
     for step, path in found:

@@ -41,8 +41,15 @@ MOST = 2**63
 """More than any number in a manifest."""
 NUM_THREADS = 16
 """Files that are looked at concurrently: a shared file system takes milliseconds for each."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return what a manifest calls a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    name_of(dtype): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
@@ -87,7 +94,7 @@ def piece_hash(
     """
     digest = hashlib.sha256()
     if version > 1:
-        about = [step, name, str(dtype).removeprefix("torch."), list(offsets), list(sizes)]
+        about = [step, name, name_of(dtype), list(offsets), list(sizes)]
         digest.update(json.dumps(about, separators=(",", ":")).encode() + b"\n")
     return digest
 
@@ -135,7 +142,7 @@ def encode(manifest: Manifest) -> bytes:
         "files": [[name, manifest.files[name]] for name in files],
         "tensors": {
             name: {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "dtype": name_of(tensor.dtype),
                 "shape": tensor.shape,
                 "pieces": [[p.offsets, p.sizes, place[p.file], p.position, p.sha256] for p in tensor.pieces],
             }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,18 +40,3 @@ def control_group(engine: Engine) -> dist.ProcessGroup | None:
     with STARTUP.waiting("making the process group of checkpoints"), connecting_when_needed():
         group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=some)
     return group
-
-
-@contextlib.contextmanager
-def no_group_warning(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Suppress DCP's warning that there is no process group while the body runs; with a group do nothing.
-
-    Python's warning filters belong to the process, not to a thread: filters that other threads change meanwhile are
-    reset at the end. So they are left alone where DCP does not warn.
-    """
-    if group is not None:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield

@@ -1,4 +1,4 @@
-"""The reader: DCP's storage for loading. Every piece is hashed before a byte of it is used; nothing is unpickled."""
+"""The reader: fills parts from a checkpoint's files. Every piece is hashed before a byte of it is used."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ import contextlib
 import functools
 import os
 import threading
-from collections import defaultdict, deque
-from collections.abc import Generator
-from concurrent.futures import Future as HostFuture
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.futures import Future
 
 from tiers.pages import memory_of
-from zerocli.checkpoint.manifest import Damaged, Manifest, Piece, Tensor, Unreadable, open_file, piece_hash, read
-from zerocli.checkpoint.parts import LoadPlanner, Part
+from zerocli.checkpoint.boxes import Box, overlapping
+from zerocli.checkpoint.manifest import Damaged, Manifest, Unreadable, open_file, piece_hash, read
+from zerocli.checkpoint.parts import Part
 from zerocli.files import pread
 from zerocli.ranks.startup import STARTUP
 
@@ -35,7 +25,7 @@ MAX_READS = 2 * NUM_THREADS
 """Number of boxes that are read concurrently."""
 
 
-class Reader(StorageReader):
+class Reader:
     """Reads one checkpoint; raises Damaged at the first byte that is not what was written."""
 
     def __init__(self, folder: Path, manifest: Manifest | None = None) -> None:
@@ -107,81 +97,50 @@ class Reader(StorageReader):
         values = self.piece(name, index)
         whole[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = values
 
-    # -- what DCP calls --------------------------------------------------------------------------------------------
+    # -- parts -----------------------------------------------------------------------------------------------------
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any) -> Metadata:
-        entries = {name: _entry(tensor) for name, tensor in self.manifest.tensors.items()}
-        return Metadata(state_dict_metadata=dict(entries))
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+    def fill(self, parts: Iterable[Part]) -> None:
         """Fill the parts, box by box, through a bounded number of boxes in host memory."""
         with (
             STARTUP.by_itself(f"reading the checkpoint of step {self.manifest.step}"),
-            contextlib.closing(
-                self._boxes(plan.items, planner)
-            ) as boxes,  # its threads must end before the files are closed
+            contextlib.closing(self._boxes(parts)) as boxes,  # its threads must end before the files are closed
         ):
             for part, start, values in boxes:
                 part.source.write(start, values)
                 STARTUP.move()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
-    def _boxes(self, items: list[ReadItem], planner: LoadPlanner) -> Generator[tuple[Part, int, torch.Tensor]]:
-        grouped: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = defaultdict(list)
-        for item in items:
-            grouped[item.dest_index.fqn, tuple(item.dest_index.offset or ())].append(item)
-        under_way: deque[tuple[Part, int, HostFuture[torch.Tensor]]] = deque()
+    def _boxes(self, parts: Iterable[Part]) -> Generator[tuple[Part, int, torch.Tensor]]:
+        under_way: deque[tuple[Part, int, Future[torch.Tensor]]] = deque()
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            for group in grouped.values():
-                part = planner.part(group[0])
-                box = part.box(group[0].dest_index)
-                under_way.append((part, box.start, threads.submit(self._assemble, part, box.sizes, group)))
-                if len(under_way) >= MAX_READS:
-                    done, start, future = under_way.popleft()
-                    yield done, start, future.result()
+            for part in parts:
+                pieces = self.manifest.tensors[part.name].pieces
+                places = [piece.offsets for piece in pieces], [piece.sizes for piece in pieces]
+                for box, found in zip(part.boxes, overlapping(part.boxes, *places), strict=True):
+                    under_way.append((part, box.start, threads.submit(self._assemble, part, box, found)))
+                    if len(under_way) >= MAX_READS:
+                        done, start, future = under_way.popleft()
+                        yield done, start, future.result()
             for done, start, future in under_way:
                 yield done, start, future.result()
 
-    def _assemble(self, part: Part, sizes: tuple[int, ...], items: list[ReadItem]) -> torch.Tensor:
+    def _assemble(self, part: Part, box: Box, pieces: list[int]) -> torch.Tensor:
         """Return a box's elements, in the part's dtype, from all pieces that overlap it."""
-        if sum(torch.Size(item.lengths).numel() for item in items) != torch.Size(sizes).numel():
+        made, left = torch.empty(box.sizes, dtype=part.dtype), box.numel
+        for index in pieces:
+            piece = self.manifest.tensors[part.name].pieces[index]
+            firsts = [max(ours, theirs) for ours, theirs in zip(box.offsets, piece.offsets, strict=True)]
+            lasts = [
+                min(ours + size, theirs + its)
+                for ours, size, theirs, its in zip(box.offsets, box.sizes, piece.offsets, piece.sizes, strict=True)
+            ]
+            values = self._cached(part.name, index)[_within(firsts, lasts, piece.offsets)]
+            made[_within(firsts, lasts, box.offsets)] = values
+            left -= values.numel()
+        if left:
             raise Damaged(f"the pieces of {part.name} do not cover it exactly")
-        box = torch.empty(sizes, dtype=part.dtype)
-        for item in items:
-            assert item.storage_index.index is not None
-            piece = self._cached(item.storage_index.fqn, item.storage_index.index)
-            _cut(box, item.dest_offsets, item.lengths).copy_(_cut(piece, item.storage_offsets, item.lengths))
-        return box.view(-1)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+        return made.view(-1)
 
 
-def _cut(tensor: torch.Tensor, offsets: torch.Size, lengths: torch.Size) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
-
-
-def _entry(tensor: Tensor) -> TensorStorageMetadata:
-    chunks = [_chunk(piece) for piece in tensor.pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+def _within(firsts: list[int], lasts: list[int], offsets: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the slices of what lies between these corners in a box that begins at `offsets`."""
+    return tuple(slice(a - at, b - at) for a, b, at in zip(firsts, lasts, offsets, strict=True))

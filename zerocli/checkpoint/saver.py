@@ -1,6 +1,6 @@
 """The saver: takes a snapshot of a step, writes it in the background, and prunes old checkpoints.
 
-One save runs at a time, in its own thread and process group, so DCP's collectives never interleave with those of
+One save runs at a time, in its own thread and process group, so its messages never interleave with those of
 training. A save that fails (a full disk) is reported and leaves earlier checkpoints unchanged; the next save tries
 again.
 """
@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import shutil
 import threading
 import time
@@ -17,26 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tiers.limits import read_limits
 from zerocli.checkpoint import state
 from zerocli.checkpoint.best import Best
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.members import control_group, members_of, no_group_warning
-from zerocli.checkpoint.parts import SavePlanner
-from zerocli.checkpoint.pickles import guarded
+from zerocli.checkpoint.members import control_group, members_of
 from zerocli.checkpoint.snapshot import Slots, Snapshot
-from zerocli.checkpoint.writer import Writer, make_folder
+from zerocli.checkpoint.writer import Writer, in_words, make_folder
 from zerocli.engine.engine import Engine
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.loss import Severed, severed
 from zerocli.ranks.progress import Progress
-from zerocli.ranks.words import by_words, named
 
 BUFFER_NBYTES = 1 << 30
-WORTH_SAYING_SECONDS = 0.5
+MIN_ADVISED_SECONDS = 0.5
 """Training must have waited this long for a save before a larger buffer is suggested."""
 
 
@@ -63,12 +57,11 @@ class Saver:
         if self._rank == 0:
             with contextlib.suppress(OSError):  # then each save fails and reports why
                 make_folder(self.folder.path)
-        written = sum(part.nbytes for part in state.owned_parts(engine))
+        written = sum(part.nbytes for part in state.state_parts(engine, written=True))
         self._buffer_nbytes, self._advised = self._affordable(buffer_nbytes, written), False
         self._slots = Slots(self._buffer_nbytes, engine.device)
         if asynchronous and engine.device.type == "cuda":  # before the first step, not within one
             self._slots.prepare(written)
-        self._planner = SavePlanner()
         self._thread: threading.Thread | None = None
         self.progress = Progress()
         """What the save is doing, for a watchdog."""
@@ -120,10 +113,8 @@ class Saver:
             torch.cuda.set_device(self._engine.device)
         self.progress.begin(step)
         try:
-            self._planner.parts = snapshot.parts
-            with guarded(), no_group_warning(self._group):
-                dcp.save({}, storage_writer=writer, planner=self._planner, process_group=self._group)
-        except (Exception, CheckpointException) as error:  # the latter is only a BaseException
+            writer.save(self._group)
+        except Exception as error:
             self._fail(writer, step, error)
             return
         finally:
@@ -142,7 +133,7 @@ class Saver:
     def _advice(self, snapshot: Snapshot) -> str:
         """Return, once, advice on a larger buffer if updates had to wait for this save; else an empty text."""
         held, wanted = snapshot.held_seconds, snapshot.wanted_nbytes
-        if self._advised or held < WORTH_SAYING_SECONDS or wanted <= self._buffer_nbytes:
+        if self._advised or held < MIN_ADVISED_SECONDS or wanted <= self._buffer_nbytes:
             return ""
         self._advised = True
         size = f"{-(-wanted // 2**30)}GiB"
@@ -187,18 +178,5 @@ class Saver:
 
 def describe(error: BaseException) -> str:
     """Return a one-line description of an error, with the ranks it occurred on."""
-    if (lost := severed(error)) is not None:
-        return f"another rank was lost ({lost.reason})"
-    if not isinstance(error, CheckpointException):
-        return in_words(error)
-    causes = by_words({rank: in_words(failure[0]) for rank, failure in error.failures.items()})
-    return "; ".join(f"{words} ({named(ranks)})" for words, ranks in causes.items())
-
-
-def in_words(error: BaseException) -> str:
-    """Return a one-line description of an error on one rank."""
-    if isinstance(error, OSError) and error.errno:
-        where = f": {error.filename}" if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return f"{'the disk is full' if full else error.strerror}{where}"
-    return f"{type(error).__name__}: {error}" if not str(error) or isinstance(error, KeyError) else str(error)
+    lost = severed(error)
+    return in_words(error) if lost is None else f"another rank was lost ({lost.reason})"

@@ -60,19 +60,19 @@ def extent_of(engine: Engine, name: str, shape: tuple[int, ...]) -> Extent:
     return Extent(cut.shape, tuple(blocks))
 
 
-def state_parts(engine: Engine) -> Iterator[Part]:
-    """Yield the parts of parameters and optimizer states that this rank owns, in the order of the next update."""
+def state_parts(engine: Engine, written: bool = False) -> Iterator[Part]:
+    """Yield the parts of parameters and optimizer states that this rank owns, in the order of the next update.
+
+    Only those that it writes if `written`: of ranks that hold the same values, the first writes them.
+    """
+    if written and engine.replicas.rank > 0:
+        return
     for flat in (flat for unit in engine.gatherer.forward_order() for flat in unit.flats):
         if all(_elsewhere(engine, entry.name) for entry in flat.layout.entries):
             continue
         names = [(MASTER, "parameters"), *((n, f"optimizer/{n}") for n in engine.rule.state_names)]
         for array, prefix in names if flat.trainable else names[:1]:
-            yield from _parts(engine, flat, array, prefix)
-
-
-def owned_parts(engine: Engine) -> Iterator[Part]:
-    """Yield what this rank writes of `state_parts`: of ranks that hold the same slices, the first writes them."""
-    return state_parts(engine) if engine.replicas.rank == 0 else iter(())
+            yield from _parts(engine, flat, array, prefix, written)
 
 
 def _elsewhere(engine: Engine, name: str) -> bool:
@@ -81,11 +81,14 @@ def _elsewhere(engine: Engine, name: str) -> bool:
     return base is not None and base.holds(name)
 
 
-def _parts(engine: Engine, flat: Flat, array: str, prefix: str) -> Iterator[Part]:
+def _parts(engine: Engine, flat: Flat, array: str, prefix: str, written: bool) -> Iterator[Part]:
     source, covered = source_of(flat, array)
+    tp = engine.tensor_parallel
     for entry in flat.layout.entries:
         mine = entry.span.intersect(flat.own)
         if not entry.numel or _elsewhere(engine, entry.name):
+            continue
+        if written and tp.rank > 0 and tp.replicates(entry.name):
             continue
         extent = extent_of(engine, entry.name, entry.shape)
         run = mine.shifted(-entry.offset) if mine.numel else Span(0, 0)
@@ -107,7 +110,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts and the values of a step; nothing large is copied. Collective."""
     engine.synchronize()
     rank = members_of(engine).rank
-    parts = list(owned_parts(engine))
+    parts = list(state_parts(engine, written=True))
     buffers = {name: _packed(b) for name, b in persistent_buffers(engine.model)}
     objects = {name: _written(name, value) for name, value, _ in saved_objects(engine.model)}
     differs = _differs_from_first(engine, buffers | objects)  # collective: every rank calls it, rank 0 too

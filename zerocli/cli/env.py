@@ -45,7 +45,7 @@ def render(facts: dict[str, Any]) -> str:
             for path, each in facts["disks"].items()
         ),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)),
-        ("backends", ", ".join(facts["backends"]) or "none: torch is not installed"),
+        ("backends", ", ".join(facts["backends"]) or "none"),
     ]
     if not facts["gpus"]:
         rows.insert(2, ("GPU (hbm)", "none: the CPU computes, and host memory is reported as hbm"))

@@ -201,7 +201,7 @@ def _option(error: NoSuchOption, args: Sequence[str], path: str) -> str:
         return f"{path} {next((word.lstrip('-') for word in args if word.startswith(error.option_name)), name)}"
     if f"--{name}" in there:
         return f"{path} --{name} {after}".rstrip()
-    ours = other_programs.FLAGS.get(name, "")
+    ours = other_programs.ours(name)
     if not ours and "--set" in there:
         same = KEYS.get(name.replace("-", "_")) or (_keys(name.replace("-", "_"), 0.8) or [""])[0]
         ours = f"--set {same}=" if same else ""

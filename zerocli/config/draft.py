@@ -22,52 +22,52 @@ _FLAGS = {
     "checkpoint.every": "--save-every",
     "lora.rank": "--lora",
 }
-# Names that other programs have for a key, without its section.
-_OTHER_NAMES = {
-    "learning_rate": "optimizer.lr",
-    "type": "optimizer.name",
-    "optimizer": "optimizer.name",
-    "lr_scheduler_type": "optimizer.schedule",
-    "lr_scheduler": "optimizer.schedule",
-    "warmup_steps": "optimizer.warmup",
-    "warmup_ratio": "optimizer.warmup",
-    "adam_beta2": "optimizer.betas",
-    "max_grad_norm": "train.clip",
-    "gradient_clipping": "train.clip",
-    "batch_size": "train.batch",
-    "micro_batch_size": "train.batch",
-    "per_device_train_batch_size": "train.batch",
-    "gradient_accumulation_steps": "train.accumulate",
-    "grad_accum": "train.accumulate",
-    "max_steps": "train.steps",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "seq_len": "train.seq",
-    "sequence_len": "train.seq",
-    "max_length": "train.seq",
-    "max_seq_length": "train.seq",
-    "bf16": "train.precision",
-    "save_steps": "checkpoint.every",
-    "eval_steps": "train.eval_every",
-    "val_set_size": "data.split",
-    "gradient_checkpointing": "activations.policy",
-    "lora_r": "lora.rank",
-    "lora_rank": "lora.rank",
-    "r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_target": "lora.targets",
-    "lora_target_modules": "lora.targets",
-    "target_modules": "lora.targets",
-    "lora_modules_to_save": "lora.save_modules",
-    "modules_to_save": "lora.save_modules",
-    "use_rslora": "lora.rslora",
-    "use_dora": "lora.dora",
-    "num_hidden_layers": "model.layers",
-    "hidden_size": "model.hidden",
-    "num_attention_heads": "model.heads",
-    "vocab_size": "model.vocab",
+OTHER_NAMES = {
+    name: key
+    for key, names in {
+        "optimizer.lr": "learning_rate",
+        "optimizer.name": "type optimizer optim",
+        "optimizer.schedule": "lr_scheduler_type lr_scheduler",
+        "optimizer.warmup": "warmup_steps warmup_ratio",
+        "optimizer.betas": "adam_beta2",
+        "train.clip": "max_grad_norm gradient_clipping grad_clip",
+        "train.batch": "batch_size micro_batch_size per_device_train_batch_size bs",
+        "train.accumulate": "gradient_accumulation_steps grad_accum gradient_accumulation",
+        "train.steps": "max_steps num_steps",
+        "train.epochs": "num_epochs num_train_epochs epoch",
+        "train.seq": "seq_len seq_length sequence_len sequence_length max_len max_length max_seq_len max_seq_length "
+        "context_length cutoff_len",
+        "train.precision": "bf16 mixed_precision dtype",
+        "checkpoint.every": "save_steps checkpoint_every",
+        "train.eval_every": "eval_steps",
+        "data.split": "val_set_size val_split test_size",
+        "activations.policy": "gradient_checkpointing",
+        "lora.rank": "lora_r lora_rank r",
+        "lora.alpha": "lora_alpha",
+        "lora.dropout": "lora_dropout",
+        "lora.targets": "lora_target lora_target_modules target_modules",
+        "lora.save_modules": "lora_modules_to_save modules_to_save",
+        "lora.rslora": "use_rslora",
+        "lora.dora": "use_dora",
+        "model.layers": "num_hidden_layers",
+        "model.hidden": "hidden_size",
+        "model.heads": "num_attention_heads",
+        "model.vocab": "vocab_size",
+        "data.path": "dataset data_path train_file",
+        "parallel.ranks": "gpus num_gpus nproc nproc_per_node num_processes num_processes_per_node world_size dp "
+        "data_parallel_size",
+        "train.log_every": "log_interval logging_steps",
+        "zero.stage": "zero_stage",
+        "parallel.tp": "tensor_parallel tensor_parallel_size",
+        "checkpoint.keep": "save_total_limit",
+        "optimizer.eps": "adam_epsilon",
+        "train.patience": "early_stopping_patience",
+        "data.validation": "eval_data eval_file validation_file validation_data",
+        "data.system": "system_prompt",
+    }.items()
+    for name in names.split()
 }
+"""Name that other programs have for a key, without its section and with `_` for `-` -> our key."""
 _WEIGHT = re.compile(r":[0-9.]+$")
 """What follows a path in PATH:WEIGHT."""
 CODE = "model.code"
@@ -267,8 +267,8 @@ def build(values: Mapping[str, Any]) -> Config:
 def unknown(key: str, value: object, place: str) -> Problem:
     section, dot, name = key.partition(".")
     shown = quote(key, 80)[1:-1]
-    if (name or section) in _OTHER_NAMES and not isinstance(value, Mapping):
-        return Problem(place, f"there is no key {shown}", _OTHER_NAMES[name or section])
+    if (name or section) in OTHER_NAMES and not isinstance(value, Mapping):
+        return Problem(place, f"there is no key {shown}", OTHER_NAMES[name or section])
     if not dot:
         if section in SECTIONS:
             return Problem(place, f"{section} is a section of keys, not {quote(value)}")

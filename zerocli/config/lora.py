@@ -12,7 +12,7 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EXAMPLE = "--lora 16, or --lora 16:q_proj,v_proj, or a folder with an adapter_config.json"
-SHORT: dict[str, tuple[str, ...]] = {
+PROJECTION_NAMES: dict[str, tuple[str, ...]] = {
     "q": ("q_proj", "wq"),
     "k": ("k_proj", "wk"),
     "v": ("v_proj", "wv"),
@@ -32,7 +32,6 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "layers_to_transform": (None, []),
     "exclude_modules": (None, [], ""),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, [], {}),
     "use_qalora": (None, False),
@@ -75,10 +74,11 @@ def _of_folder(folder: str) -> dict[str, object]:
     for key, plain in _UNUSED.items():
         if values.get(key) not in plain:
             raise ValueError(f"{folder}: {key} {quote(values[key])} is not supported")
-    targets = values.get("target_modules") or ALL_LINEAR
+    packed = sorted(values.get("target_parameters") or ())
+    targets = values.get("target_modules") or ([] if packed else ALL_LINEAR)
     return {
         "lora.rank": values.get("r", 8),
-        "lora.targets": [targets] if isinstance(targets, str) else sorted(targets),
+        "lora.targets": [*([targets] if isinstance(targets, str) else sorted(targets)), *packed],
         "lora.alpha": values.get("lora_alpha", 8),
         "lora.dropout": values.get("lora_dropout", 0.0),
         "lora.rslora": bool(values.get("use_rslora")),
@@ -99,7 +99,7 @@ def matches(targets: tuple[str, ...], *names: str) -> bool:
         if target == ALL_LINEAR:
             return True
         plain = re.fullmatch(r"[\w.]+", target)
-        ends = (target, *SHORT.get(target, ()))
+        ends = (target, *PROJECTION_NAMES.get(target, ()))
         for name in names:
             if any(name == end or name.endswith(f".{end}") for end in ends) if plain else re.fullmatch(target, name):
                 return True

@@ -180,6 +180,9 @@ class OptimizerConfig:
     """Where it ends, as a fraction of `lr`."""
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Further keyword arguments for other classes of torch.optim."""
+    compile: bool | str = setting("auto", choices=("auto", True, False))
+    """Whether updates on the CPU (Adam, AdamW) are one operation, compiled by the machine's C compiler; auto = if there
+    is one, many parameters are updated, and it is faster, measured."""
 
 
 @dataclass(frozen=True)

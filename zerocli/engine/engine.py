@@ -45,7 +45,7 @@ from zerocli.engine.optimizer.optim import StepValues
 from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norms, scaling
 from zerocli.engine.optimizer.update import Updater
-from zerocli.engine.optimizer.update_place import choose_update
+from zerocli.engine.optimizer.update_place import choose_compiled, choose_update
 from zerocli.engine.precision import LossScale, precision, refuse_half
 from zerocli.engine.recompute.activations import open_activations
 from zerocli.engine.recompute.compiled import CompiledBlocks
@@ -226,11 +226,14 @@ class Engine:
         self.gatherer, self.reducer, self.agreement = connect(self, self._context())
 
     def open_updater(self) -> None:
-        """Choose where offloaded states are updated, and make what updates them."""
+        """Choose where offloaded states are updated, and how, and make what updates them."""
+        settings, split = self.settings, self.sizing.split_master
         offloaded = any(flat.offloaded for flat in self.flats())
-        on_cpu, self.update_reason = choose_update(
-            self.settings.update, self.device, offloaded, self.sizing.split_master
-        )
+        compiled, self.compiled_reason = None, "nothing is updated on the CPU"
+        if self.device.type == "cpu" or (offloaded and settings.update != "stream"):
+            held = [flat.held.numel for flat in self.trainable() if self.device.type == "cpu" or flat.offloaded]
+            compiled, self.compiled_reason = choose_compiled(settings.compile_update, self.rule, sum(held), split)
+        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, split, compiled)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(
             self.rule,
@@ -239,7 +242,7 @@ class Engine:
             self.device,
             sizing=self.sizing,
             events=self.events,
-            chunk_device=self.settings.chunk_device,
+            compiled=compiled,
         )
 
     def _wrap_modules(self) -> None:

@@ -117,18 +117,6 @@ class Subscribers(Events):
         self._all = tuple(each for each in self._all if each is not subscriber)
         self.on = bool(self._all)
 
-    @contextlib.contextmanager
-    def including(self, subscribers: Iterable[Events]) -> Iterator[None]:
-        """Add these subscribers while the body runs."""
-        chosen = tuple(subscribers)
-        for subscriber in chosen:
-            self.add(subscriber)
-        try:
-            yield
-        finally:
-            for subscriber in chosen:
-                self.remove(subscriber)
-
 
 def _all_of(scopes: list[Scope]) -> Scope:
     """Return one scope that enters all of these."""

@@ -62,6 +62,9 @@ class Settings(Sharding):
     by a class, a predicate or a list of modules, which are recomputed whole."""
     compile: bool | str = False
     """Whether repeated blocks go through torch.compile; `auto`: on a GPU, if `steps` are enough to pay for it."""
+    compile_update: bool | str = "auto"
+    """Whether updates on the CPU are one operation, compiled by the machine's C compiler; `auto`: if there is one, many
+    parameters are updated, and it is faster, measured. Results are the same bits."""
     compile_backend: str = "inductor"
     """The compiler behind torch.compile; another than inductor is for tests and debugging."""
     steps: int = 0
@@ -96,9 +99,6 @@ class Settings(Sharding):
     """Whether the next forward starts before parameters that stay on the device are updated, and waits for each unit's
     when it reaches the unit: that hides the transfers of offloaded optimizer states. Between a step and the next
     forward such parameters may then be read only through the engine (`state_dict`, `gathered`, `synchronize`)."""
-    chunk_device: str = ""
-    """Device type whose update chunk size is used; by default the engine's own. For tracing a GPU's step on tensors
-    without memory."""
 
 
 class Keywords(TypedDict, total=False):
@@ -129,6 +129,7 @@ class Keywords(TypedDict, total=False):
     partition_activations: bool
     compile: bool | str
     compile_backend: str
+    compile_update: bool | str
     steps: int
     bucket_nbytes: int
     gather_buffers: int
@@ -146,7 +147,6 @@ class Keywords(TypedDict, total=False):
     uneven: bool | None
     watch: Callable[[Any], None]
     events: Events | Sequence[Events]
-    chunk_device: str
     options: Mapping[str, Any]
     betas: tuple[float, float]
     eps: float

@@ -1,7 +1,9 @@
 """LoRA: adapters of low rank beside the linear layers of a frozen model.
 
 An adapter is a child of its layer, which a forward hook of the layer adds to its output. So every parameter of the
-model keeps its name and every layer its class: weights are loaded and exported as without adapters.
+model keeps its name and every layer its class: weights are loaded and exported as without adapters. Matrices that a
+module packs into one tensor, as those of experts are, have no layer to call: while their module runs, it sees in place
+of the tensor its sum with what the adapters add, as with peft.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ Theirs = Mapping[str, tuple[str, ...]]
 """The names that layers have in Hugging Face's models: one for each matrix of a fused layer."""
 WHOLE = "all"
 """Name of the one adapter of a layer that is one matrix; those of fused layers are named by their parts."""
+PACKED = "@"
+"""In the name of an adapter of a packed tensor: between the tensor's name and the number of tensors with adapters that
+follow it in its module, by which peft names it."""
 
 
 def lora(
@@ -140,6 +145,56 @@ class Adapters(nn.Module):
         return made[0] if len(made) == 1 else torch.cat(made, -1)
 
 
+class PackedAdapters(Adapters):
+    """The adapters of the packed tensors of one module; those of all matrices of a tensor are one, as in peft."""
+
+    def __init__(self, widths: Mapping[str, int], factor: float, transposed: bool) -> None:
+        super().__init__(widths, factor, dropout=0.0)
+        self.transposed = transposed
+        """Whether the matrices are (inputs, outputs)."""
+
+    def replace(self, module: nn.Module) -> None:
+        """Let a module read its packed tensors with what the adapters add."""
+        self.ran = True
+        for part in self.widths:
+            adapter: Any = getattr(self, part)
+            name = part.partition(PACKED)[0]
+            packed: Any = module._parameters[name]
+            # An attribute of the instance comes before its parameters, which stay registered.
+            module.__dict__[name] = add_packed(packed, adapter.a, adapter.b, self.factor, self.transposed)
+
+    def restore(self, module: nn.Module) -> None:
+        """Let a module read its own tensors again."""
+        for part in self.widths:
+            module.__dict__.pop(part.partition(PACKED)[0], None)
+
+
+def add_packed(packed: Tensor, a: Tensor, b: Tensor, factor: float, transposed: bool) -> Tensor:
+    """Return packed matrices with what their adapters add.
+
+    `a` is (count x rank, inputs) and `b` (outputs, rank x count), in peft's order of elements.
+    """
+    low = a.reshape(len(packed), -1, a.shape[1])
+    high = b.reshape(len(b), -1, len(packed)).permute(2, 0, 1)
+    left, right = (low.mT, high.mT) if transposed else (high, low)
+    return torch.baddbmm(packed, left.to(packed.dtype), right.to(packed.dtype), alpha=factor)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether the packed matrices of a module are (inputs, outputs), as it says itself in transformers."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _replace(module: Any, args: Any) -> None:
+    """Add to the packed tensors of a module; a forward pre-hook."""
+    module.lora.replace(module)
+
+
+def _restore(module: Any, args: Any, output: Any) -> None:
+    """Undo `_replace`; a forward hook that is called after an exception too."""
+    module.lora.restore(module)
+
+
 def _add(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
     """Add a layer's adapters to its output; a forward hook."""
     adapters: Any = layer.lora
@@ -182,19 +237,30 @@ def adapt(model: nn.Module, asked: LoraConfig, theirs: Theirs | None = None) -> 
     if has_adapters(model):
         raise UserError("the model has adapters already")
     _refuse_expressions(asked)
-    layers = dict(linear_layers(model))
+    layers, packed = dict(linear_layers(model)), dict(packed_modules(model))
     chosen = {path: _chosen(path, layer, asked.targets, theirs) for path, layer in layers.items()}
-    missing = [each for each in asked.targets if not _finds(each, layers, theirs)]
-    if not any(chosen.values()) or (missing and not asked.start):  # peft's folders name layers of many families
-        raise _no_target(missing, layers, theirs)
+    # A name that linear layers have means them; packed tensors are named by what only they are called.
+    others = tuple(each for each in asked.targets if not _finds(each, layers, theirs))
+    inside = {
+        path: [name for name in names if matches(others, f"{path}.{name}", path)] for path, names in packed.items()
+    }
+    named = [(path, f"{path}.{name}") for path, names in packed.items() for name in names]
+    missing = [each for each in others if not any(matches((each,), name, path) for path, name in named)]
+    if not any((*chosen.values(), *inside.values())) or (missing and not asked.start):  # peft's are of many families
+        raise _no_target(missing, layers, theirs, named)
     kept = trained_whole(model, asked.save_modules, theirs)
     for path, parts in chosen.items():
         _refuse_layer(layers[path], path, parts, asked.rank)
+    for path, names in inside.items():
+        _refuse_packed(model.get_submodule(path), path, names, asked)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
     for path, parts in chosen.items():
         if parts:
             _give(layers[path], parts, asked)
+    for path, names in inside.items():
+        if names:
+            _give_packed(model.get_submodule(path), names, asked)
 
 
 def adapted(model: nn.Module, config: Config) -> nn.Module:
@@ -245,6 +311,15 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 yield path, module
 
 
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield each module that packs several matrices into one tensor, and the names of such tensors in it."""
+    for path, module in model.named_modules():
+        if not type(module).__module__.startswith("torch.nn."):  # a convolution's weight has three dimensions too
+            names = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3 and min(p.shape) > 1]
+            if names and path:
+                yield path, names
+
+
 def widths_of(layer: Any) -> dict[str, int]:
     """Return the outputs of each of the matrices that are fused in a layer, by name; of others, all outputs."""
     return dict(getattr(layer, "parts", None) or {WHOLE: matrix_of(layer).shape[0]})
@@ -266,11 +341,22 @@ def _chosen(path: str, layer: nn.Module, targets: tuple[str, ...], theirs: Their
     return found
 
 
-def _no_target(targets: Sequence[str], layers: Mapping[str, nn.Module], theirs: Mapping[str, Any]) -> UserError:
+def _no_target(
+    targets: Sequence[str],
+    layers: Mapping[str, nn.Module],
+    theirs: Mapping[str, Any],
+    packed: Sequence[tuple[str, str]],
+) -> UserError:
     names = [name for path in layers for name in theirs.get(path) or (path,)]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    kinds += dict.fromkeys(".".join(name.split(".")[-2:]) for _, name in packed)
     if not kinds:
         return UserError("lora: the model has no linear layers that are called as modules")
+    if not targets:
+        return UserError(
+            f"lora: the model has no linear layers beside packed tensors, {', '.join(kinds)}",
+            hint=f"--lora 16:{kinds[0]}",
+        )
     meant = closest(targets[0], kinds)
     return UserError(
         f"lora: no linear layer is called {', '.join(targets)}; there are {', '.join(kinds[:20])}",
@@ -322,6 +408,43 @@ def _refuse_layer(layer: nn.Module, path: str, parts: list[str], rank: int) -> N
             )
 
 
+def _refuse_packed(module: nn.Module, path: str, names: list[str], asked: LoraConfig) -> None:
+    """Raise UserError if these packed tensors of a module cannot have such adapters."""
+    if names and hasattr(module, "lora"):
+        raise UserError(f"lora: {path} has an attribute `lora` already")
+    for name in names:
+        count, *sides = module.get_parameter(name).shape
+        if asked.dora or asked.dropout:
+            raise UserError(
+                f"lora: {path}.{name} packs {count} matrices, whose adapters are added to them before they are used: "
+                "dora and dropout need a layer for each",
+                hint="--set lora.dora=false --set lora.dropout=0, or other targets",
+            )
+        if asked.rank > min(sides):
+            raise UserError(
+                f"lora: rank {asked.rank} is above the smaller side of {path}.{name}, {count} matrices of "
+                f"{sides[0]} x {sides[1]}: an adapter would have more parameters than its matrix",
+                hint=f"--lora {min(sides)} at most, or other targets",
+            )
+
+
+def _give_packed(module: nn.Module, names: list[str], asked: LoraConfig) -> None:
+    transposed, found = is_transposed(module), {}
+    for at, name in enumerate(names):
+        packed = module.get_parameter(name)
+        count, outputs, inputs = (packed.mT if transposed else packed).shape
+        like = {"dtype": torch.float32 if asked.dtype == "fp32" else packed.dtype, "device": packed.device}
+        part = f"{name}{PACKED}{len(names) - 1 - at}"
+        found[part] = outputs, Adapter(inputs, outputs, count * asked.rank, like, dora=False)
+    widths = {part: outputs for part, (outputs, _) in found.items()}
+    adapters = PackedAdapters(widths, scale(asked.rank, asked.alpha, asked.rslora), transposed)
+    for part, (_, adapter) in found.items():
+        adapters.add_module(part, adapter)
+    module.lora = adapters
+    module.register_forward_pre_hook(_replace)
+    module.register_forward_hook(_restore, always_call=True)
+
+
 def _give(layer: nn.Module, parts: list[str], asked: LoraConfig) -> None:
     widths, matrix = widths_of(layer), matrix_of(layer)
     adapters = Adapters(widths, scale(asked.rank, asked.alpha, asked.rslora), asked.dropout)
@@ -355,18 +478,19 @@ def names_there(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def name_there(ours: str, theirs: Theirs) -> str:
     """Return peft's name of a parameter of an adapter, or of one that is trained whole."""
-    layer, marked, rest = ours.partition(".lora.")
-    if not marked:
+    layer, part, which = split_name(ours)
+    if not which:
         module, _, last = ours.rpartition(".")
         return f"{theirs.get(module, (module,))[0]}.{last}"
-    part, _, which = rest.partition(".")
     return f"{module_there(layer, part, theirs)}.{_PEFT[which]}"
 
 
 def module_there(layer: str, part: str, theirs: Theirs) -> str:
-    """Return Hugging Face's name of a layer, or of one of the matrices that are fused in it."""
+    """Return Hugging Face's name of a layer, or of one of the matrices that are fused in it; peft's of packed ones."""
     if layer in theirs:
         return theirs[layer][_PLACES.get(part, 0)]
+    if PACKED in part:
+        return layer + ".base_layer" * int(part.partition(PACKED)[2])
     return layer if part == WHOLE else f"{layer.rpartition('.')[0]}.{part}"
 
 
@@ -392,6 +516,13 @@ def idle_note(model: nn.Module) -> str:
     )
 
 
+def unadapted(model: nn.Module) -> list[str]:
+    """Return the names of the packed tensors that have no adapter."""
+    adapted = {f"{path}.{part.partition(PACKED)[0]}" for path, _, part, _ in adapters_of(model) if PACKED in part}
+    packed = (f"{path}.{name}" for path, names in packed_modules(model) for name in names)
+    return [name for name in packed if name not in adapted]
+
+
 def adapter_names(model: nn.Module) -> set[str]:
     """Return the names of all parameters of adapters."""
     return {
@@ -403,7 +534,14 @@ def adapter_names(model: nn.Module) -> set[str]:
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter, by its name in a checkpoint, is of an adapter."""
-    return ".lora." in name
+    return bool(split_name(name)[2])
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Return the layer, the part and the parameter of an adapter's parameter; the last two are empty of others."""
+    layer, _, rest = name.partition(".lora.")
+    part, _, which = rest.partition(".")
+    return layer, part, which
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Adapter]]:

@@ -57,11 +57,13 @@ class Observer:
     def close(
         self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
     ) -> None:
-        """Write what was recorded; log instead of raising: failing to write profile.json must not fail the run."""
+        """Write what was recorded; log instead of raising, unless the profile is the purpose of the run."""
         try:
             self.written = self.document(config, engine, lines, everyone) | {"made": made(options)}
             self.publish(config, options, self.written)
         except Exception as error:
+            if self.reports:
+                raise
             say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
 
     def document(self, config: Config, engine: Engine, lines: list[Line], everyone: list[Any]) -> dict[str, Any]:

@@ -7,11 +7,9 @@ negligible cost. Neither changes any result: operations are the same, in the sam
 
 from __future__ import annotations
 
-import json
 import socket
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +26,11 @@ from zerocli.profile.follow import RUNTIME, Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
-from zerocli.profile.observer import Observer, facts, made, offloaded, system
+from zerocli.profile.observer import Observer, facts, offloaded, system
 from zerocli.profile.peak_rates import best_links
 from zerocli.profile.recorder import EventRecorder
-from zerocli.profile.runs import FILE
 from zerocli.profile.timeline import make_timeline
 from zerocli.profile.units import unit_rows
-from zerocli.regular_files import write_text
 
 NUM_FOLLOWED = 2
 """Steps in which memory is followed."""
@@ -303,15 +299,8 @@ class Profiler(Observer):
         made = make_timeline(number + before, segments, spans, self.ledger, window, other, rows)
         return made | {"memory_step": followed + before}
 
-    def close(
-        self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
-    ) -> None:
-        """Publish the profile; the profile is the purpose of this run, so a failure is raised."""
-        self.written = self.document(config, engine, lines, everyone) | {"made": made(options)}
-        self.publish(config, options, self.written)
-
     def publish(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
-        write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
+        super().publish(config, options, document)
         self._told(config, options, document)
 
 

@@ -14,29 +14,38 @@ from zerocli.ranks.startup import STARTUP
 
 MOST_NBYTES = 64 << 20
 """Maximum size of a message; a larger length is rejected as invalid."""
+EXCHANGE = "an exchange of control values"
+"""The stage in which ranks wait for each other unless it has a name of its own."""
 
 
-def exchange_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, in rank order. Collective over a gloo group; values must be JSON-serializable."""
+def collect_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return every rank's value, in rank order, on the group's first rank, and nothing on the others. Collective.
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
-        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, tensor, group=group)
-        return torch.stack(everyone)
-
-    with STARTUP.waiting("an exchange of control values"):
-        return gather_json(value, gather)
+    The group is one of gloo, or None: this process alone.
+    """
+    if group is None:
+        return [value]
+    text = json.dumps(value).encode()
+    most = torch.tensor([len(text)])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    _check_sizes([nbytes := int(most)])
+    padded = torch.frombuffer(bytearray(text.ljust(nbytes)), dtype=torch.uint8)  # JSON may end in spaces
+    first = dist.get_rank(group) == 0
+    everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))] if first else []
+    dist.gather(padded, everyone or None, group=group, group_dst=0)
+    return [json.loads(bytes(memory_of(each))) for each in everyone]
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None, source: int = 0) -> Any:
-    """Return the value of rank `source` of the group. Collective over a gloo group; its value must be JSON."""
+    """Return the value of rank `source` of the group. Collective over a gloo group, or None: this process alone."""
+    if group is None:
+        return value
     text = json.dumps(value).encode() if dist.get_rank(group) == source else b""
-    with STARTUP.waiting("an exchange of control values"):
-        size = torch.tensor([len(text)])
-        dist.broadcast(size, group=group, group_src=source)
-        _check_sizes([nbytes := int(size)])
-        sent = torch.frombuffer(bytearray(text or nbytes), dtype=torch.uint8)
-        dist.broadcast(sent, group=group, group_src=source)
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, group=group, group_src=source)
+    _check_sizes([nbytes := int(size)])
+    sent = torch.frombuffer(bytearray(text or nbytes), dtype=torch.uint8)
+    dist.broadcast(sent, group=group, group_src=source)
     return json.loads(bytes(memory_of(sent)))
 
 
@@ -73,7 +82,7 @@ def first_problem(
     problem: Exception | None,
     kinds: Sequence[type[Exception]],
     group: dist.ProcessGroup | None,
-    stage: str = "an exchange of control values",
+    stage: str = EXCHANGE,
 ) -> Exception | None:
     """Return the first rank's problem, on every rank; None where no rank has one. Collective.
 
@@ -91,7 +100,7 @@ def first_problem(
     first = torch.tensor([world if said is None else dist.get_rank(group)])
     with STARTUP.waiting(stage):
         dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
-    if int(first) == world:
-        return None
-    told = broadcast_json(said, group, int(first))
+        if int(first) == world:
+            return None
+        told = broadcast_json(said, group, int(first))
     return named[told["kind"]](told["text"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 MOST_RUNS = 8
 """Runs of consecutive ranks that a message names."""
@@ -17,6 +17,11 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((rank, rank))
     return found
+
+
+def ranks_of(found: Iterable[Sequence[int]]) -> list[int]:
+    """Return the ranks of these runs, which `runs` returned."""
+    return [rank for first, last in found for rank in range(first, last + 1)]
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -28,7 +28,7 @@ from zerocli.plan.search.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.ranks.startup import STARTUP
 from zerocli.ranks.store import read_all
-from zerocli.ranks.words import by_words, runs
+from zerocli.ranks.words import by_words, ranks_of, runs
 
 NOT_TRACED = "it was not traced"
 _ROUNDS = itertools.count()
@@ -119,7 +119,7 @@ def alike_text(texts: Sequence[str]) -> str:
 
 def from_alike(text: str) -> list[Any]:
     """Return the values of all ranks, from what `alike_text` returned."""
-    found = {rank: each for each, where in json.loads(text) for first, last in where for rank in range(first, last + 1)}
+    found = {rank: each for each, where in json.loads(text) for rank in ranks_of(where)}
     return [json.loads(found[rank]) for rank in range(len(found))]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerocli.checkpoint.best import Best
+from zerocli.checkpoint.saver import Saver
 from zerocli.config import Config, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say
@@ -32,7 +33,6 @@ from zerocli.run.processes.preempt import Preemption, outlive_failures
 from zerocli.run.processes.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from zerocli.checkpoint.saver import Saver
     from zerocli.run.adapting import Adapter
 
 
@@ -243,8 +243,6 @@ class Loop:
 
 def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int, best: Best | None = None) -> Saver:
     """Return what saves the run. Collective."""
-    from zerocli.checkpoint.saver import Saver  # imports torch's checkpoints, which takes a second
-
     checkpoint = config.checkpoint
     return Saver(
         engine,

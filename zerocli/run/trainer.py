@@ -24,6 +24,7 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint import source_files
+from zerocli.checkpoint.adapters import base_of
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, num_micro_steps, refuse_shard_ranks, sharding_of, to_dict
 from zerocli.config.options import RunOptions
@@ -60,6 +61,7 @@ from zerocli.regular_files import own_folder, sync_folder, write_text
 from zerocli.run.adapting import Adapter
 from zerocli.run.automatic import Chosen, adapts, choose_or_nearest, choose_together, with_open_batch
 from zerocli.run.between_steps import BetweenSteps
+from zerocli.run.folders import resume
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
 from zerocli.run.processes import rank_loss
@@ -341,17 +343,14 @@ def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) 
     model = make_model(config) if model is None else model
     optimizer = config.optimizer
     units = model.unit_modules() if isinstance(model, Decoder) else None
-    base = None
-    if config.lora.rank:
-        from zerocli.checkpoint.adapters import base_of  # imports torch's checkpoints, which takes a second
-
-        base = base_of(config, model)
+    base = base_of(config, model) if config.lora.rank else None
     settings = Settings(
         **sharding_of(config).shared(),
         lr=schedule_of(config),
         weight_decay=optimizer.weight_decay,
         units=units,
         compile=config.model.compile,
+        compile_update=config.optimizer.compile,
         steps=config.train.steps,
         seed=config.train.seed,
         loaded_base=base,
@@ -380,8 +379,6 @@ def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches,
     """Load the run's starting state into the engine; return its first step. Collective."""
     if not options.resume and not config.train.init_from and not config.lora.rank:
         return 1
-    from zerocli.run.folders import resume  # imports torch's checkpoints, which takes a second
-
     return resume.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
 
 

@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _refuse_hooks_of(self, instance: torch.optim.Optimizer) -> None:
         if any(vars(instance).get(name) for name in HOOKS[2:]):
-            _refuse_state_hook()
+            self._refuse_state_hook()
 
     def run_hooks(self, when: str) -> None:
         """Run the step hooks of torch, of the user's instance and of this object, each once; `when` is pre or post."""
@@ -182,17 +182,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Do `engine.load_optimizer_state_dict(state_dict)`."""
         self._engine.load_optimizer_state_dict(state_dict)
 
-    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return _refuse_state_hook()
+    def _refuse_state_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise Refused(
+            "hooks on an optimizer's state_dict or load_state_dict are not run: states are by name here, and the same "
+            "on every rank. Change the result of engine.optimizer_state_dict(), or what load_optimizer_state_dict is "
+            "given"
+        )
 
-    def register_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return _refuse_state_hook()
-
-    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return _refuse_state_hook()
-
-    def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return _refuse_state_hook()
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_state_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_state_hook
 
     # -- saving hyperparameters ------------------------------------------------------------------------------------
 
@@ -211,13 +209,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for group, values in zip(self.param_groups, saved, strict=True):
                     group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
         self.show(steps)
-
-
-def _refuse_state_hook() -> Any:
-    raise Refused(
-        "hooks on an optimizer's state_dict or load_state_dict are not run: states are by name here, and the same on "
-        "every rank. Change the result of engine.optimizer_state_dict(), or what load_optimizer_state_dict is given"
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,7 @@ from tiers.transfer import Transfer
 from zerocli.engine.events import SILENT, Events
 from zerocli.engine.grouped import Shards
 from zerocli.engine.guards.holders import mark_own
+from zerocli.engine.optimizer.compiled_update import CompiledAdam
 from zerocli.engine.optimizer.counts import Counts, within
 from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group, StepValues, WholeRule
@@ -88,16 +89,17 @@ class Updater:
         device: torch.device,
         sizing: Sizing,
         events: Events = SILENT,
-        chunk_device: str = "",
+        compiled: CompiledAdam | None = None,
     ) -> None:
         self._events = events
-        self._chunk_device = chunk_device
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self.on_cpu = sizing.update_on_cpu
         self._sizing = sizing
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the update's stream: a checkpoint may still be reading them."""
         self._fused = fused_update(rule) if sizing.fused_update else None
+        self.compiled = compiled
+        """The rule's kernel for updates on the CPU, if there is one."""
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._scratch: dict[tuple[str, str], torch.Tensor] = {}
@@ -377,6 +379,8 @@ class Updater:
             # Pieces that fit the cache save memory traffic. A GPU updating offloaded states waits for the host link
             # anyway, so there the chunk is updated whole, with fewer launches.
             cached = place.type == "cpu" or not flat.offloaded
+            if self._is_compiled(grad, target, values):  # no scratch memory, unless to copy from another device
+                cached = any(each.device != place for each in (target, arrays.get(MASTER)) if each is not None)
             for part, group, history in job.parts:
                 at = values.at(history)
                 for piece in part.pieces(self._chunk(flat.dtype, place) if cached else span.numel):
@@ -411,26 +415,68 @@ class Updater:
         group: Group,
         at: At,
     ) -> None:
-        """Update a piece that fits the cache: its master, states and parameters."""
+        """Update a piece: its master, states and parameters; it fits the cache unless its update is compiled."""
         states = {name: arrays[name][part] for name in self._rule.state_names}
         device = grad.device
-        if REMAINDER not in arrays:
-            master = arrays[MASTER][part].to(device)  # another memory if it is fp32 parameters on a GPU
-            self._rule.update(master, *self._fp32(grad[part], values), states, group, at)
-            if master.device != arrays[MASTER].device:
-                arrays[MASTER][part].copy_(master)
-            if target is not None:
-                target[part].copy_(narrow(master, target.dtype), non_blocking=True)
+        split = REMAINDER in arrays
+        # Another memory if the CPU updates states whose parameters, fp32 ones or those to be written, are on a GPU.
+        master = arrays[REMAINDER if split else MASTER][part].to(device)
+        parameters = target[part] if target is not None else None
+        if parameters is not None and parameters.device != device:
+            parameters = parameters.to(device) if split else torch.empty_like(parameters, device=device)
+        if self._is_compiled(grad, target, values):
+            self._update_compiled(parameters, master, grad[part], states, values, group, at)
+        else:
+            self._update_plain(parameters, master, grad[part], states, values, group, at)
+        if not split and master.device != arrays[MASTER].device:
+            arrays[MASTER][part].copy_(master)
+        if target is not None and parameters is not None and parameters.device != target.device:
+            target[part].copy_(parameters, non_blocking=not split)
+
+    def _is_compiled(self, grad: torch.Tensor, target: torch.Tensor | None, values: StepValues) -> bool:
+        """Whether the compiled kernel makes the update; a step that changes nothing is left to torch's operations."""
+        return self.compiled is not None and self.compiled.takes(grad, target) and not values.skip
+
+    def _update_compiled(
+        self,
+        parameters: torch.Tensor | None,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        values: StepValues,
+        group: Group,
+        at: At,
+    ) -> None:
+        assert self.compiled is not None
+        factor = self._factor(values)
+        number = 1.0 if factor is None else factor.item()
+        done = self.compiled.update(parameters, master, grad, states, number, group, at)
+        if done < grad.numel():
+            left = {name: state[done:] for name, state in states.items()}
+            rest = None if parameters is None else parameters[done:]
+            self._update_plain(rest, master[done:], grad[done:], left, values, group, at)
+
+    def _update_plain(
+        self,
+        parameters: torch.Tensor | None,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        states: dict[str, torch.Tensor],
+        values: StepValues,
+        group: Group,
+        at: At,
+    ) -> None:
+        """Update a piece by torch's operations; as int16, `master` is the remainder of a split one."""
+        if master.dtype != torch.int16:
+            self._rule.update(master, *self._fp32(grad, values), states, group, at)
+            if parameters is not None:
+                parameters.copy_(narrow(master, parameters.dtype))
             return
-        assert target is not None
-        remainder = arrays[REMAINDER][part]
-        parameters = target[part].to(device)  # another memory if the CPU updates states whose parameters are on a GPU
-        master, bits = (self._scratch_of(use, device, parameters.numel()) for use in ("master", "bits"))
-        join(parameters, remainder, master, bits)
-        self._rule.update(master, *self._fp32(grad[part], values), states, group, at)
-        split_(master, parameters, remainder, bits)
-        if parameters.device != target.device:
-            target[part].copy_(parameters)
+        assert parameters is not None
+        joined, bits = (self._scratch_of(use, grad.device, grad.numel()) for use in ("master", "bits"))
+        join(parameters, master, joined, bits)
+        self._rule.update(joined, *self._fp32(grad, values), states, group, at)
+        split_(joined, parameters, master, bits)
 
     def _arrays(self, job: Job, slot: Slot) -> dict[str, torch.Tensor]:
         """Return the chunk's master and states, in the memory where they are updated."""
@@ -479,7 +525,7 @@ class Updater:
 
     def _chunk(self, dtype: torch.dtype, place: torch.device) -> int:
         """Return the elements of parameters that are updated at a time in memory of this device."""
-        return self._sizing.update_chunk(dtype.itemsize, self._chunk_device or place.type)
+        return self._sizing.update_chunk(dtype.itemsize, place.type)
 
     def _scratch_of(self, use: str, device: torch.device, numel: int) -> torch.Tensor:
         """Return `numel` elements of fp32 scratch memory, in which narrower parameters are updated."""
@@ -495,9 +541,15 @@ class Updater:
             grad = self._scratch_of("grad", grad.device, grad.numel()).copy_(grad)
         if grad.is_cuda:
             return grad, values.grad_scale
-        # The CPU kernel is 20% slower when it scales, and division costs more than multiplication. The piece is in
-        # cache, and the scale is in host memory.
+        factor = self._factor(values)
+        return (grad if factor is None else grad.mul_(factor)), None
+
+    def _factor(self, values: StepValues) -> torch.Tensor | None:
+        """Return what gradients on the CPU are multiplied by, instead of a division by the step's scale.
+
+        The CPU kernel is 20% slower when it scales, and division costs more than multiplication. The piece is in
+        cache, and the scale is in host memory.
+        """
         if self._inverse is None or self._inverse[0] is not values:
             self._inverse = values, None if values.grad_scale == 1 else 1 / values.grad_scale
-        factor = self._inverse[1]
-        return (grad if factor is None else grad.mul_(factor)), None
+        return self._inverse[1]

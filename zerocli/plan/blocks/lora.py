@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from zerocli.config import LoraConfig
-from zerocli.config.lora import SHORT, matches
+from zerocli.config.lora import PROJECTION_NAMES, matches
 from zerocli.errors import UserError
 
 _QKV: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v")}
@@ -78,5 +78,5 @@ def _paths(projection: str, layers: int) -> Iterator[str]:
         if projection in _OURS:
             yield f"blocks.{layer}.{_OURS[projection]}"
         for block in (f"model.layers.{layer}", f"transformer.h.{layer}"):
-            for name in SHORT[projection]:
+            for name in PROJECTION_NAMES[projection]:
                 yield from (f"{block}.{name}",) if "." in name else (f"{block}.{each}.{name}" for each in modules)

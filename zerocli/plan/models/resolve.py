@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerocli import __version__
+from zerocli import __version__, machine
 from zerocli.config import Config
 from zerocli.errors import UserError
 from zerocli.plan.blocks import hugging
@@ -25,7 +25,6 @@ from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.model import Model
 from zerocli.plan.models.traced import Traced
 from zerocli.plan.setup import Setup
-from zerocli.plan.time.bench import cache_path
 from zerocli.regular_files import read_regular
 
 MAX_NBYTES = 64 << 20
@@ -110,7 +109,7 @@ class Traces:
         if self._run.lora.rank:
             asked.append(repr(self._run.lora))
         key = json.dumps([FORMAT, __version__, versions, asked, self._file.values], sort_keys=True, default=str)
-        return cache_path().parent / "traces" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        return machine.cache_folder() / "traces" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
     @functools.cached_property
     def _config(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import time
@@ -20,7 +19,7 @@ from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
 BENCH_NBYTES = 256 << 20
 BENCH_SECONDS = 4.0
-QUICK_NBYTES, QUICK_SECONDS = 64 << 20, 0.5
+UNMEASURED_NBYTES, UNMEASURED_SECONDS = 64 << 20, 0.5
 """The same for a disk that `--auto` may choose and nobody measured."""
 COMPUTE = "compute"
 """Names the rates of `zerocli.plan.time.rates`."""
@@ -50,7 +49,8 @@ def gather(paths: tuple[str, ...]) -> dict[str, Any]:
 
 def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
     """Measure compute, host memory, GPU and the disks under `paths`; say and store each result as it comes."""
-    bench = _tiers_bench()
+    from tiers import bench  # imports torch
+
     link = "the link between host and GPU" if facts["gpus"] else "host memory"
     jobs: list[tuple[str, str, Callable[[], Any]]] = [
         (link, bench_key(facts), lambda: bench.bench_dram_hbm(BENCH_NBYTES, BENCH_SECONDS)),
@@ -72,21 +72,15 @@ def measure_unknown(facts: dict[str, Any], paths: tuple[str, ...]) -> list[str]:
 
     That takes about two seconds for each.
     """
+    from tiers import bench
+
     lines = []
     for path in paths:
         if bench_key(facts, path) not in read_cache():
-            result = _disk(_tiers_bench(), path, QUICK_NBYTES, QUICK_SECONDS)
+            result = _disk(bench, path, UNMEASURED_NBYTES, UNMEASURED_SECONDS)
             _remember(bench_key(facts, path), result)
             lines.append(f"measured disk {path}: {in_words(result)}")
     return lines
-
-
-def _tiers_bench() -> Any:
-    try:
-        from tiers import bench
-    except ImportError as error:
-        raise UserError(f"nothing to measure with: {error}", hint="zerocli env, without --bench") from error
-    return bench
 
 
 def _disk(bench: Any, path: str, nbytes: int, seconds: float) -> Any:
@@ -157,7 +151,7 @@ def bench_key(facts: dict[str, Any], what: str = "") -> str:
 
 def cache_path() -> Path:
     """Return the path of the cache of measurements."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerocli" / "bench.json"
+    return machine.cache_folder() / "bench.json"
 
 
 def read_cache() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.codecs import CODECS
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
+from zerocli.models.lora import unadapted
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
@@ -58,8 +59,16 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
             f"{train.steps} steps of {tokens} tokens: batch {train.batch} x {count_of(world, each)} x accumulate "
             f"{train.accumulate} x seq {train.seq}",
             *([*offload, *engine.tiers.notes] if engine.placement.tiers else []),
+            *_update(engine),
         ]
     )
+
+
+def _update(engine: Engine) -> list[str]:
+    """Return whether updates on the CPU are compiled, and why; nothing if there are none."""
+    on_cpu = engine.device.type == "cpu" or (engine.updater.on_cpu and any(flat.offloaded for flat in engine.flats()))
+    compiled = str(engine.updater.compiled is not None).lower()
+    return [f"compiled update {compiled} ({engine.compiled_reason})"] if on_cpu else []
 
 
 def precision_line(asked: str, device: torch.device) -> str:
@@ -100,8 +109,8 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     factor = (
         f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     )
-    packed = sum(parameter.dim() > 2 for parameter in engine.model.parameters())
-    without = f"; {count_of(packed, 'packed tensor')} of experts without one" if packed else ""
+    plain = unadapted(engine.model)
+    without = f"; {count_of(len(plain), 'packed tensor')} of experts without one" if plain else ""
     stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
     return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
 

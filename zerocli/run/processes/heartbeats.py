@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zerocli.ranks.store import read_all
-from zerocli.ranks.words import by_words, named, runs, said_of
+from zerocli.ranks.words import by_words, named, ranks_of, runs, said_of
 from zerocli.ranks.worker import within
 from zerocli.run.processes import board as boards
 from zerocli.run.processes.rank_loss import PATIENCE_SECONDS
@@ -244,12 +244,8 @@ def found_text(said: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
 def read_found(text: str) -> Heard:
     """Return what `found_text` wrote."""
     body = json.loads(text)
-    said = {rank: Heartbeat(**status) for status, where in body["said"] for rank in _expanded(where)}
-    return said, set(_expanded(body["silent"]))
-
-
-def _expanded(where: Iterable[Sequence[int]]) -> list[int]:
-    return [rank for first, last in where for rank in range(first, last + 1)]
+    said = {rank: Heartbeat(**status) for status, where in body["said"] for rank in ranks_of(where)}
+    return said, set(ranks_of(body["silent"]))
 
 
 def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:

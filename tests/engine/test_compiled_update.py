@@ -1,0 +1,264 @@
+"""The compiled update on the CPU gives the bits of torch's operations, and a run does without it where it must."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zerocli
+from zerocli import machine
+from zerocli.engine.comm import Collectives
+from zerocli.engine.optimizer import compiled_update, update_place
+from zerocli.engine.optimizer.compiled_update import CompiledAdam, Unavailable, open_compiled
+from zerocli.engine.optimizer.counts import Counts
+from zerocli.engine.optimizer.optim import FusedAdam, FusedSGD, Group, StepValues
+from zerocli.engine.optimizer.update import Updater
+from zerocli.engine.units.master import REMAINDER, narrow, split
+from zerocli.engine.units.unit import MASTER
+from zerocli.layout.flats import Sizing
+from zerocli.layout.stage import STAGES
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler on this machine"
+)
+CPU = torch.device("cpu")
+SIZES = [1, 15, 16, 17, 127, 128, 129, 1000, 3 * 128 + 16, 65 * 128 + 5]
+STORED = {"split": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+HARD = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-40,
+    1.17549435e-38,
+    3.4e38,
+    -3.4e38,
+    65504.0,
+    1e-7,
+    1.00390625,
+    float("inf"),
+    float("nan"),
+]
+
+
+def values(numel: int, generator: torch.Generator, hard: list[float]) -> torch.Tensor:
+    """Return values of all sizes, some of them `hard`."""
+    size = torch.empty(numel).uniform_(-40, 10, generator=generator).exp_()
+    made = torch.randn(numel, generator=generator).mul_(size)
+    chosen = torch.tensor(hard)[torch.randint(len(hard), (numel,), generator=generator)]
+    return torch.where(torch.rand(numel, generator=generator) < 0.1, chosen, made)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether bits are the same; which NaN is not said."""
+    whole = one.view({4: torch.int32, 2: torch.int16}[one.itemsize])
+    equal = whole == other.view(whole.dtype)
+    return bool((equal | (one.isnan() & other.isnan()) if one.is_floating_point() else equal).all())
+
+
+@needs_compiler
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31),
+    numel=st.sampled_from(SIZES),
+    stored=st.sampled_from(sorted(STORED)),
+    grad_type=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    decoupled=st.booleans(),
+    amsgrad=st.booleans(),
+    maximize=st.booleans(),
+    lr=st.sampled_from([0.0, 1e-8, 3e-4, 1.0, 1e6]),
+    decay=st.sampled_from([0.0, 0.1, 3.0]),
+    betas=st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.0, 0.5), (0.5, 0.9), (0.3, 0.0)]),
+    eps=st.sampled_from([1e-8, 0.0, 1e-3]),
+    count=st.sampled_from([1.0, 7.0, 100_000.0]),
+    scale=st.sampled_from([1.0, 3.0, 65536.0]),
+    finite=st.booleans(),
+    skip=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
+    threads=st.sampled_from([1, 2]),
+)
+def test_compiled_updates_have_the_bits_of_torchs(
+    *, seed, numel, stored, grad_type, decoupled, amsgrad, maximize, lr, decay, betas, eps, count, scale, finite, skip,
+    threads,
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    rule = FusedAdam(decoupled, betas, eps, amsgrad, maximize)
+    group = Group(lr, decay, rule.defaults)
+    step = StepValues((group,), torch.tensor([count]), torch.tensor(scale), torch.tensor(skip))
+    master = values(numel, generator, HARD[:-2])
+    grad = values(numel, generator, HARD[:-2] if finite else HARD).to(grad_type)
+    arrays = {name: values(numel, generator, HARD[:-2]) for name in rule.state_names}
+    for name in rule.state_names[1:]:
+        arrays[name] = arrays[name].abs()
+    target, remainder = split(master) if stored == "split" else (None, None)
+    if stored in ("bf16", "fp16"):
+        target = narrow(master, STORED[stored])
+    arrays |= {MASTER: master} if remainder is None else {REMAINDER: remainder}
+
+    def updated(compiled):
+        own = {name: array.clone() for name, array in arrays.items()}
+        out = None if target is None else target.clone()
+        sizing = Sizing(STAGES[1], device="cpu", update_on_cpu=True, split_master=stored == "split")
+        updater = Updater(rule, Counts(CPU), Collectives.alone(CPU), CPU, sizing, compiled=compiled)
+        updater.update_piece(slice(0, numel), own, grad.clone(), out, step, group, step.at(0))
+        return own, out
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        (theirs, their_parameters), (ours, our_parameters) = updated(None), updated(kernel_of(rule))
+    finally:
+        torch.set_num_threads(before)
+    if target is not None:
+        assert same(our_parameters, their_parameters)
+        if remainder is not None:  # beside a NaN it says nothing
+            known = ~their_parameters.isnan()
+            ours[REMAINDER], theirs[REMAINDER] = ours[REMAINDER][known], theirs[REMAINDER][known]
+    for name in arrays:
+        assert same(ours[name], theirs[name]), name
+
+
+def kernel_of(rule: FusedAdam) -> CompiledAdam:
+    """Return the rule's kernel, as proved once for all rules."""
+    return CompiledAdam(rule, compiled_update._library(), proved()._rounding)
+
+
+@functools.cache
+def proved() -> CompiledAdam:
+    return open_compiled(FusedAdam(True))
+
+
+class Toy(torch.nn.Module):
+    """Two matrices and a vector of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(37, 51), torch.nn.Linear(51, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(torch.tanh(self.one(x))).square().mean()
+
+
+def trained(compiled: bool, **settings: object) -> tuple[list[float], dict[str, torch.Tensor], object]:
+    torch.manual_seed(3)
+    engine = zerocli.shard(Toy(), compile_update=compiled, lr=0.01, weight_decay=0.1, clip=0.5, **settings)
+    losses = []
+    for _ in range(4):
+        loss = engine(torch.randn(8, 37))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    states = {
+        f"{name} {key}": value
+        for name, row in engine.optimizer.state_dict()["state"].items()
+        for key, value in row.items()
+        if isinstance(value, torch.Tensor)
+    }
+    states |= {key: value.clone() for key, value in engine.state_dict().items()}
+    used = engine.updater.compiled
+    engine.close()
+    return losses, states, used
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "bf16", "offload": "cpu"},
+        {"precision": "bf16", "offload": "nvme", "accumulate": 1},
+        {"precision": "bf16", "master": "fp32", "offload": "optimizer=cpu"},
+        {"precision": "fp32", "optimizer": "adam"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_training_is_the_same_with_and_without(settings, tmp_path):
+    settings = settings | ({"nvme_path": str(tmp_path)} if settings.get("offload") == "nvme" else {})
+    (losses, states, used), (plain_losses, plain_states, unused) = trained(True, **settings), trained(False, **settings)
+    assert used is not None and unused is None
+    assert losses == plain_losses and states.keys() == plain_states.keys()
+    assert all(torch.equal(states[name], plain_states[name]) for name in states)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A user's cache without a kernel."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiled_update._library.cache_clear()
+    yield tmp_path / "cache"
+    compiled_update._library.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_a_compiler_that_fails_or_is_missing_only_changes_the_reason(fresh, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    kernel, reason = update_place.choose_compiled(True, FusedAdam(True), 1 << 30)
+    assert kernel is None and ("false failed: exit code 1" in reason or "there is no C compiler" in reason)
+    losses, _, used = trained(True)
+    assert used is None and len(losses) == 4
+
+
+@needs_compiler
+def test_a_kernel_that_rounds_in_another_way_is_not_used(monkeypatch):
+    right = proved()._rounding
+    others = tuple(each for each in compiled_update.ROUNDINGS if each != right)
+    monkeypatch.setattr(compiled_update, "ROUNDINGS", others)
+    with pytest.raises(Unavailable, match="does not round as torch"):
+        open_compiled(FusedAdam(True))
+
+
+@needs_compiler
+def test_a_kernel_is_compiled_once_and_a_torn_one_again(fresh, monkeypatch, tmp_path):
+    open_compiled(FusedAdam(True))
+    (kept,) = (fresh / "zerocli" / "kernels").iterdir()
+    calls = []
+    compiles = compiled_update._compile
+    monkeypatch.setattr(compiled_update, "_compile", lambda *args: calls.append(1) or compiles(*args))
+    compiled_update._library.cache_clear()
+    open_compiled(FusedAdam(True))
+    assert not calls
+    torn = tmp_path / "other" / kept.relative_to(fresh)  # a process loads a path once
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(b"torn")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    compiled_update._library.cache_clear()
+    open_compiled(FusedAdam(True))
+    assert calls and torn.stat().st_size > 1000
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_does_not_matter(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compiled_update._library.cache_clear()
+    assert open_compiled(FusedAdam(False)) is not None
+    compiled_update._library.cache_clear()
+
+
+@needs_compiler
+def test_it_is_chosen_where_it_is_faster(monkeypatch):
+    def choose(asked, rule, numel, plain=2.0):
+        monkeypatch.setattr(update_place, "measure_cpu", lambda split, numel, compiled=None: 1.0 if compiled else plain)
+        kernel, reason = update_place.choose_compiled(asked, rule, numel, True)
+        return kernel is not None, reason
+
+    adam, many = FusedAdam(True), 1 << 30
+    assert choose("auto", adam, many) == (True, "2 times as fast as torch's operations, measured")
+    assert choose("auto", adam, many, plain=0.9) == (False, "no faster than torch's operations, measured")
+    assert choose("auto", adam, 1000) == (False, "fewer than 4M parameters per rank")
+    assert choose(True, adam, 1000, plain=0.9) == (True, "as asked")
+    assert choose(False, adam, many) == (False, "as asked")
+    assert choose(True, FusedSGD(), many) == (False, "only Adam and AdamW have a kernel")
+    with pytest.raises(ValueError, match="is not one of auto, True, False"):
+        choose("yes", adam, many)
+
+
+def test_the_processor_is_part_of_a_kernels_name(tmp_path):
+    (tmp_path / "proc").mkdir()
+    assert machine.processor(tmp_path) == machine.platform.processor()
+    (tmp_path / "proc/cpuinfo").write_text(
+        "processor : 0\nmodel name\t: A\nflags\t\t: fma avx2\n\nprocessor : 1\nmodel name\t: A\n"
+    )
+    assert machine.processor(tmp_path) == "model name\t: A\nflags\t\t: fma avx2"
