@@ -575,6 +575,21 @@ def changed_places(run):
     _train_tokens(run, trainer, 0, 1)
 
 
+@case("guard-engine-copied", below3=refused("unsharded_model"), at3=refused("unsharded_model"))
+def engine_copied(run):
+    """As part of a trainer object that is copied."""
+    trainer = run.shard(lambda: Stack(1))
+    if run.sharded:
+        copy.deepcopy({"engine": [trainer.engine]})
+
+
+@case("guard-conversion-to-meta-before-saving", below3=refused("not the parameter"), at3=refused("precision"))
+def to_meta(run):
+    trainer = run.shard(lambda: Stack(1))
+    if run.sharded:
+        trainer.model.to("meta")
+
+
 @case("guard-released-weights-read-by-nested-tensors", at3=READ)
 def nested(run):
     """A class of tensors whose own code torch asks before that of a released parameter."""

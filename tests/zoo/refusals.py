@@ -23,7 +23,7 @@ class Refusal(NamedTuple):
 REFUSALS = (
     Refusal('`loss.backward()`', '`engine.backward(loss)`', ''),
     Refusal('reading or changing a released parameter', '`engine.gathered(...)`', 'guard-released-weights-read-by.*|re-initialise-a-layer|clamp-.*|l2-over-parameters|print-a-parameter.*|to-list-of.*|guard-parameter-subclass-read.*|guard-data-.*|later-parameters-from-a-vector|states-saved-by-torch|states-of-dcp|guard-parameter-made-from.*'),
-    Refusal('`copy.deepcopy(model)` at stage 3, `copy.copy(module)`, `AveragedModel(model)`', '`engine.unsharded_model()`, `zerocli.EMA(engine)`', 'deepcopy-.*|copy-of-a-block|averaged-model|dpo-reference-by-deepcopy|ema-by-hand'),
+    Refusal('`copy.deepcopy(model)` at stage 3, `copy.copy(module)`, `AveragedModel(model)`, `copy.deepcopy(engine)`', '`engine.unsharded_model()`, `zerocli.EMA(engine)`', 'guard-engine-copied|deepcopy-.*|copy-of-a-block|averaged-model|dpo-reference-by-deepcopy|ema-by-hand'),
     Refusal('`p.grad`, `model.zero_grad()`, `clip_grad_norm_` between backward and step', '`engine.grad`, `engine.zero_grad`, `clip=`', 'clip-grad-norm-of-torch|edit-grad-by-hand|assign-grad-by-hand|zero-grad-of-the-model|guard-parameter-subclass-clipped.*|optim-hook-on-gradients'),
     Refusal('backward of a loss that is older than the last step', 'run forward again', 'backward-of-an-old-graph|stale-(?!deferred).*'),
     Refusal('replacing a parameter object', 'copy into it, or shard anew', 'replace-a-parameter|guard-swapped-tensors'),
@@ -42,7 +42,7 @@ REFUSALS = (
     Refusal('a view of a gathered weight used after `step()`, loading or `gathered(write=True)`, stage 3', 'compute it in forward, or keep a `.clone()`', 'alias-kept-from-gathered.*|alias-(data-)?cached-in-.*'),
     Refusal('`torch.func.grad`, `vjp`, `jacrev` on partitioned parameters', 'inside `with torch.no_grad(), engine.gathered():`', 'guard-func-.*'),
     Refusal('prune, parametrize, weight_norm, a new or replaced module, blocks in another order after `shard`', 'change the model before', 'guard-(prune|parametrize|weight-norm)-after-shard|guard-module-added.*|guard-child-replaced.*|guard-blocks-changed-places.*'),
-    Refusal('`model.half()`, `.to(...)` that change something after `shard`', '`precision=`, `device=`, `engine.unsharded_model`', 'guard-conversion-to-another-dtype'),
+    Refusal('`model.half()`, `.to(...)` that change something after `shard`', '`precision=`, `device=`, `engine.unsharded_model`', 'guard-conversion-to-(another-dtype|meta.*)'),
     Refusal('a model with bf16 (or fp16) parameters under the default precision', '`precision="bf16"`, or `model.float()`', 'own-object-(bf16|mixed)-model-in-fp32'),
     Refusal('fp32 data in an operation with bf16 parameters outside of a layer', '`x.to(...)`, or `cast_inputs=True`', 'own-object-data-that-cannot-be-cast'),
     Refusal('a recomputed block whose buffer or list begins to change after its first calls, whose input is changed in place, that draws from an iterator, takes another path or computes other values', 'leave it out by `recompute=`', 'recompute-state-(iterator|python-generator|cycle|list-that-grows-late|swapped.*)|recompute-buffer-that-changes-late|recompute-another-path|recompute-input-changed-in-place'),
