@@ -271,12 +271,19 @@ def test_a_loop_that_is_not_certified_says_why(loop, verdict, said):
         ({"precision": "bf16"}, "compares in fp32"),
         ({"groups": ()}, "no groups="),
         ({"loop": check_loops.wrong}, "the loop fails in plain torch: RuntimeError"),
+        ({"loop": check_loops.idle}, "made no step and yielded nothing"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_what_a_check_of_a_loop_cannot_do_is_one_sentence(change, said):
     with pytest.raises(UserError, match=said):
         zerocli.check(**{"make_model": check_loops.make, "loop": check_loops.train} | ONE_ROW | change)
+
+
+def test_a_program_that_ranks_cannot_read_again_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    with pytest.raises(UserError, match="this program is <stdin>"):
+        zerocli.check(check_loops.make, check_loops.train, **ONE_ROW)
 
 
 def test_a_loop_is_checked_from_the_command_line(capsys):

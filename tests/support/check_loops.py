@@ -76,3 +76,7 @@ def broken(engine: Any, rank: int) -> None:
 
 def wrong(engine: Any) -> None:
     engine(torch.ones(1, 2))
+
+
+def idle(engine: Any) -> None:
+    """Make no step."""

@@ -22,6 +22,7 @@ from zoo import (  # noqa: F401 (each module enters its cases)
     odd_modules,
     optimizers,
     published,
+    reached,
     reading,
     recomputed,
     reuse,

@@ -562,6 +562,46 @@ def child_replaced(run):
     _train_tokens(run, trainer, 1, 1)
 
 
+ORDER = refused("blocks.1", "before shard")
+
+
+@case("guard-blocks-changed-places-after-shard", below3=ORDER, at3=ORDER, also=("stage1",))
+def changed_places(run):
+    """Losses would be right, and the names of what is saved wrong."""
+    trainer = run.shard(lambda: Stack(2))
+    if run.sharded:
+        blocks = trainer.model.blocks
+        blocks[0], blocks[1] = blocks[1], blocks[0]
+    _train_tokens(run, trainer, 0, 1)
+
+
+@case("guard-engine-copied", below3=refused("unsharded_model"), at3=refused("unsharded_model"))
+def engine_copied(run):
+    """As part of a trainer object that is copied."""
+    trainer = run.shard(lambda: Stack(1))
+    if run.sharded:
+        copy.deepcopy({"engine": [trainer.engine]})
+
+
+@case("guard-conversion-to-meta-before-saving", below3=refused("not the parameter"), at3=refused("precision"))
+def to_meta(run):
+    trainer = run.shard(lambda: Stack(1))
+    if run.sharded:
+        trainer.model.to("meta")
+
+
+@case("guard-released-weights-read-by-nested-tensors", at3=READ)
+def nested(run):
+    """A class of tensors whose own code torch asks before that of a released parameter."""
+
+    class Ragged(Regressor):
+        def forward(self, x, y):
+            ragged = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+            return self.blocks[0].up(ragged).values().square().mean() + super().forward(x, y)
+
+    run.train(run.shard(lambda: Ragged(2)), 2, pairs)
+
+
 BEFORE = refused("weight", "before shard")
 
 

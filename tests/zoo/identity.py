@@ -280,6 +280,19 @@ def bf16_model(run):
     run.train(run.shard(lambda: Stack().to(BF16)), 2)
 
 
+@case("own-object-mixed-model-in-fp32", below3=refused("precision"), at3=refused("precision"))
+def mixed_model(run):
+    """One layer in bf16: the model's own casts would meet weights in fp32."""
+
+    def make():
+        model = Stack()
+        model.head.to(BF16)
+        return model
+
+    if run.sharded:
+        run.shard(make)
+
+
 trained("own-object-bf16-model-in-bf16", lambda: Stack().to(BF16), settings={"precision": "bf16"}, tolerance=5e-3)
 
 

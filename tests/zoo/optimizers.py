@@ -14,6 +14,7 @@ from zoo.blocks import Stack
 from zoo.case import EXACT, Expected, case, refused
 from zoo.rules import (
     Anchored,
+    BareLookahead,
     ByIdentity,
     Cautious,
     Centralized,
@@ -179,6 +180,21 @@ entered("changes-parameters-without-gradient", over(DecaysAll), Skipping, branch
 entered("counts-with-missing-gradients", over(CountsInItself), Skipping, branches, steps=5)
 entered("elementwise-with-missing-gradients", over(SignMomentum), Skipping, branches, steps=7)
 entered("state-from-the-start", over(Anchored))
+
+
+class ScalarFirst(Stack):
+    """Its first parameter has no dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scale
+
+
+entered("starts-with-a-scalar", lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1), ScalarFirst)
+entered("lookahead-without-init", lambda model: BareLookahead(AdamW(model.parameters(), lr=0.01, eps=1e-4)), steps=5)
 entered("lookahead", lambda model: Lookahead(SGD(model.parameters(), lr=0.05, momentum=0.9)), steps=5)
 entered("subclass-of-adamw", over(Centralized, lr=1e-2))
 entered("knows-parameters-by-identity", over(ByIdentity))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -240,6 +241,28 @@ class Lookahead(torch.optim.Optimizer):
                 for p, old in zip(group["params"], slow, strict=True):
                     old.lerp_(p, 0.5)
                     p.copy_(old)
+
+
+class BareLookahead(torch.optim.Optimizer):
+    """The same as it is often written: without torch's __init__, with states of its own beside the inner ones."""
+
+    def __init__(self, base):
+        self.base, self.param_groups, self.state = base, base.param_groups, defaultdict(dict)
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        for group in self.param_groups:
+            group["counter"] += 1
+            for p in group["params"] if group["counter"] % 2 == 0 else ():
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
 
 
 class Centralized(torch.optim.AdamW):

@@ -48,7 +48,7 @@ def check(
     if getattr(mp.current_process(), "_inheriting", False):
         os._exit(NOT_GUARDED)
     refuse_settings(optimizer, settings)
-    from zerocli.check.loop_ranks import Job, Spec
+    from zerocli.check.loop_ranks import LOSSES, NORMS, YIELDED, Job, Spec
     from zerocli.engine.optimizer.groups import DEFAULT_LR
     from zerocli.engine.settings import Settings
 
@@ -68,6 +68,11 @@ def check(
     pool = Pool(ranks, _pack(spec), seconds)
     try:
         reference, moved = (_plain_numbers(pool, Job(None, off)) for off in (False, True))
+        if not any(each[name].numel() for each in reference for name in (LOSSES, NORMS, YIELDED) if name in each):
+            raise UserError(
+                "the loop made no step and yielded nothing: its numbers would be equal whatever the engine does",
+                hint="a loop that calls engine.backward(loss) and engine.step()",
+            )
         rows = tuple(_judge(pool, row, reference, moved) for row in chosen)
     finally:
         pool.close()
@@ -112,8 +117,13 @@ def _pack(spec: Any) -> bytes:
                 if what == "optimizer"
                 else "a function at the top level of a file (not a lambda, nor one inside another function)",
             ) from error
-        main = sys.modules["__main__"]
-        if getattr(value, "__module__", "") == "__main__" and not os.path.exists(getattr(main, "__file__", "")):
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        if file is not None and not os.path.exists(file):
+            raise UserError(
+                f"this program is {file}, which the ranks, new processes, cannot read again",
+                hint="write it into a file and run that",
+            )
+        if getattr(value, "__module__", "") == "__main__" and file is None:
             raise UserError(
                 f"{what} is defined in a notebook or an interactive session, where the ranks cannot import it",
                 hint="write it into a file (in a notebook: %%writefile my_loop.py) and import it from there",

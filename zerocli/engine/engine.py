@@ -422,6 +422,12 @@ class Engine:
             self.updater.issue_updates()
             self.verified.look_everywhere()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise Refused(
+            "an engine cannot be copied or pickled, as it holds a part of the states on each rank: save "
+            "engine.state_dict() and engine.optimizer_state_dict(), or copy what engine.unsharded_model() returns"
+        )
+
     def close(self) -> None:
         """Free all memory and files but the model's own buffers and resident parameters, which stay usable.
 
@@ -559,6 +565,7 @@ class Engine:
         Collective: every rank calls it, and every rank gets all of it.
         """
         self._meet_and_synchronize("engine.state_dict")
+        self._owners.refuse_replaced()
         return states.model_state(self)
 
     @torch.no_grad()

@@ -39,14 +39,16 @@ def precision(name: str, device: torch.device) -> tuple[Precision, str]:
 
 
 def refuse_half(model: nn.Module, chosen: Precision, loaded: bool) -> None:
-    """Refuse to train a model of bf16 or fp16 parameters in fp32, unless its values are `loaded` later: its code is
-    made for the dtype that it has, and torch would compute in it."""
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point() and not p.is_meta}
-    if chosen.compute == torch.float32 and not loaded and len(kinds) == 1 and kinds < {torch.bfloat16, torch.float16}:
-        name = "bf16" if torch.bfloat16 in kinds else "fp16"
+    """Refuse to train a model with bf16 or fp16 parameters in fp32, unless its values are `loaded` later: its code is
+    made for the dtypes that it has, and torch would compute in them."""
+    kinds = {p.dtype: n for n, p in model.named_parameters() if p.is_floating_point() and not p.is_meta}
+    halves = [name for name in PRECISIONS if PRECISIONS[name].compute in kinds.keys() - {torch.float32}]
+    if chosen.compute == torch.float32 and not loaded and halves:
+        name, others = halves[0], " and keeps the others as they are" if torch.float32 in kinds else ""
+        which = f"{kinds[PRECISIONS[name].compute]} is" if others else "all parameters of the model are"
         raise Refused(
-            f'all parameters of the model are {name}, and the precision is fp32: pass shard(..., precision="{name}"), '
-            "which also keeps an fp32 copy for the optimizer, or call model.float() before"
+            f'{which} {name}, and the precision is fp32: pass shard(..., precision="{name}"), which trains in {name} '
+            f"with an fp32 copy for the optimizer{others}, or call model.float() before"
         )
 
 

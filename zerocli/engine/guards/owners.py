@@ -41,7 +41,13 @@ class Owners:
                 f"{name} is not the parameter that was sharded, and would not be trained: copy values into the old "
                 f"one inside `with engine.gathered({name!r}, write=True)`, or change the model before shard"
             )
+        known = set(self._names.values())
         for name, parameter in self._model.named_parameters():
+            if name in known and self._names.get(id(parameter), name) != name:
+                raise Refused(
+                    f"{self._names[id(parameter)]} has become {name} since shard, as when two blocks change places: "
+                    "states would be saved and loaded under wrong names. Change the model before shard"
+                )
             if id(parameter) not in self._names and parameter.requires_grad:
                 raise Refused(
                     f"{name} was added after shard and would not be trained: add it before shard, or freeze it with "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerocli.engine.optimizer.copies import Source, holds_tensors, is_torchs
+from zerocli.engine.optimizer.copies import HOOKS, Source, holds_tensors, is_torchs
 from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, FusedAdam, FusedSGD, Group, Row, WholeRule
 from zerocli.engine.optimizer.proof import SYNTHETIC, TOGETHER, Specimen, Verdict, specimens
 from zerocli.engine.optimizer.torchrule import Template, WholeOptimizer, make_torch_rule
@@ -204,6 +205,7 @@ def prove(
 def _of_instance(instance: torch.optim.Optimizer) -> FlatOptimizer:
     """Return the rule of an optimizer that was made for the model's parameters and has not stepped yet."""
     refuse_replaced_step(instance)
+    _complete(instance)
     known = is_torchs(type(instance))
     for state in instance.state.values():
         if ("step" not in state and known) or float(state.get("step", 0)):
@@ -232,6 +234,18 @@ def _of_instance(instance: torch.optim.Optimizer) -> FlatOptimizer:
         momentum = max(group["momentum"] for group in groups)
         return FusedSGD(momentum, any(g["nesterov"] for g in groups), groups[0]["maximize"])
     return make_torch_rule(Template(instance))
+
+
+def _complete(instance: torch.optim.Optimizer) -> None:
+    """Give an instance whose __init__ did not call torch's, as wrappers of another optimizer do, what torch's sets."""
+    if missing := [name for name in ("param_groups", "state") if name not in vars(instance)]:
+        raise RefusedValue(
+            f"the optimizer {type(instance).__name__} has no attribute {missing[0]} of its own, where the engine must "
+            "put its parameters and states: call super().__init__(params, defaults) in its __init__"
+        )
+    for name in HOOKS:
+        vars(instance).setdefault(name, OrderedDict())
+    vars(instance).setdefault("defaults", {})
 
 
 def unsuitable(rule: FlatOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> str:

@@ -46,7 +46,11 @@ class Template:
             key: value for key, value in prototype.defaults.items() if key not in ("lr", "weight_decay", "foreach")
         }
         self.decays = "weight_decay" in prototype.defaults
-        samples: list[Any] = [group["params"][0] if group["params"] else None for group in prototype.param_groups]
+        # In a parameter without dimensions a state of its shape looks like a number.
+        samples: list[Any] = [
+            max(group["params"], key=lambda p: p.dim() > 0 and p.numel() > 0, default=None)
+            for group in prototype.param_groups
+        ]
         self._initial = [
             {name: self._start(name, value, sample) for name, value in prototype.state.get(sample, {}).items()}
             for sample in samples
@@ -77,7 +81,7 @@ class Template:
 
     def _start(self, name: str, value: Any, sample: torch.Tensor) -> Callable[[torch.Tensor], Any]:
         """Return a function that creates a state that exists before the first step, for a parameter of any shape."""
-        if not isinstance(value, torch.Tensor) or not value.dim():
+        if not isinstance(value, torch.Tensor) or name == "step" or not (value.dim() or value.shape == sample.shape):
             return lambda like: value.clone() if isinstance(value, torch.Tensor) else value
         if value.shape == sample.shape and (value == value.flatten()[0]).all():
             number = value.flatten()[0].item()

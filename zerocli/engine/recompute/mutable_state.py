@@ -1,7 +1,14 @@
-"""The Python state that a module's code can change: its attributes and buffers, objects in them, and variables."""
+"""The Python state that a module's code can change: attributes and buffers, objects and containers in them, variables.
+
+It is found by following what the code names: from a module to its attributes, class and hooks, from a function to its
+closure, defaults and globals, from an object to its attributes and slots. Only helper functions and classes outside of
+installed packages are followed, and of torch nothing.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -9,30 +16,118 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocli.engine.recompute.contents import CONTAINERS, LARGE, content, leaves, members
+
 _OURS = ("_zerocli_entry", "forward", "_call_impl", "__deepcopy__", "__reduce_ex__", "load_state_dict", "zero_grad")
 IGNORED = frozenset((*nn.Module().__dict__, *_OURS))
 """Attributes of a module that are not a forward's own state; `training` is compared apart."""
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), tuple, frozenset, torch.Tensor, torch.dtype, torch.device)
+_ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, torch.dtype, torch.device, types.ModuleType)
+_NOT_USERS = frozenset(("torch", "zerocli", "offload", "tiers", "builtins", "numpy", *sys.stdlib_module_names))
+_NAMESPACES = ("SimpleNamespace", "Namespace")
+_MOST = 20_000
+"""Objects after which the search ends."""
 
 
-def owned_dicts(modules: list[nn.Module]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the attribute dictionaries and the buffer dictionaries of modules whose code is not torch's alone.
+class Reach:
+    """The places where the code of modules keeps state: dictionaries, or views that are set like them."""
 
-    The objects that their attributes hold count too, one level deep.
-    """
-    attributes: dict[int, dict[str, Any]] = {}
-    buffers: list[dict[str, Any]] = []
-    for module in modules:
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.places: list[dict[str, Any]] = []
+        self.buffers: list[dict[str, Any]] = []
+        self._seen: dict[Any, Any] = {}
+        """Visited objects by id, and code and classes apart, kept alive so that no other object gets the id."""
+        self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+        """Variables of each module of Python that functions name."""
+        for module in modules:
+            self._visit(module, inside=False)
+        self.places += [_Globals(known, list(names)) for known, names in self._named.values() if names]
+
+    def _visit(self, value: Any, inside: bool = True) -> None:
+        if isinstance(value, _ATOMS) or id(value) in self._seen or len(self._seen) > _MOST:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            for each in value.modules() if inside else [value]:
+                self._module(each)
+        elif type(value) in CONTAINERS or isinstance(value, tuple | frozenset):
+            if len(value) <= LARGE:
+                self._all(members(value))
+        elif isinstance(value, types.FunctionType):
+            if _is_own(value.__module__):
+                self._function(value)
+        elif isinstance(value, types.MethodType):
+            self._all((value.__self__, value.__func__))
+        elif isinstance(value, functools.partial):
+            self._hold({"args": value.args, "keywords": value.keywords, "func": value.func})
+        elif isinstance(value, type):
+            if _is_own(value.__module__):
+                self._class(value)
+        elif content(value) is None:
+            self._object(value)
+
+    def _all(self, values: Any) -> None:
+        for value in values:
+            self._visit(value)
+
+    def _hold(self, place: dict[str, Any]) -> None:
+        self.places.append(place)
+        self._all(list(place.values()))
+
+    def _module(self, module: nn.Module) -> None:
+        self._seen[id(module)] = module
+        if module._buffers or _is_users(module):
+            self.buffers.append(module._buffers)
         if _is_users(module):
-            attributes[id(module.__dict__)] = module.__dict__
-            buffers.append(module._buffers)
-            for key, value in module.__dict__.items():
-                if key not in IGNORED and has_state(value):
-                    attributes.setdefault(id(value.__dict__), value.__dict__)
-        elif module._buffers:
-            buffers.append(module._buffers)
-    return list(attributes.values()), buffers
+            self.places.append(module.__dict__)
+            self._all(value for key, value in list(module.__dict__.items()) if key not in IGNORED)
+            self._all((*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+            for kind in type(module).__mro__:
+                self._class(kind)
+
+    def _object(self, value: Any) -> None:
+        kind = type(value)
+        if kind.__module__.partition(".")[0] in _NOT_USERS and kind.__name__ not in _NAMESPACES:
+            return
+        found = [value.__dict__] if hasattr(value, "__dict__") else []
+        if slots := [name for each in kind.__mro__ for name in _slots(each)]:
+            found.append(_Slots(value, slots))
+        self.places += found
+        if _is_own(kind.__module__):  # what a package's object refers to may be anything: a trainer, a whole program
+            self._all((*(each for place in found for each in list(place.values())), *kind.__mro__))
+
+    def _class(self, kind: type) -> None:
+        """Follow a class of the user's; of a library's only what its methods name."""
+        if kind.__module__.partition(".")[0] in _NOT_USERS or (id(kind), "class") in self._seen:
+            return
+        self._seen[(id(kind), "class")] = kind
+        if _is_own(kind.__module__):
+            self._hold(_Class(kind))
+        for value in list(vars(kind).values()):
+            function = getattr(value, "__func__", value)
+            while isinstance(function, types.FunctionType):
+                self._function(function)
+                function = getattr(function, "__wrapped__", None)
+
+    def _function(self, function: types.FunctionType) -> None:
+        if (id(function), "code") in self._seen:
+            return
+        self._seen[(id(function), "code")] = function
+        code, known = function.__code__, function.__globals__
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        cells = {name: cell for name, cell in cells.items() if name != "__class__" and _is_set(cell)}
+        if closure := {name: cell for name, cell in cells.items() if _is_state(cell.cell_contents)}:
+            self.places.append(_Closure(closure))
+        named = [known[name] for name in _names(code) if name in known]
+        state = (name for name in _names(code) if name in known and name[:2] != "__" and _is_state(known[name]))
+        self._named.setdefault(id(known), (known, {}))[1].update(dict.fromkeys(state))
+        self._all((*(cell.cell_contents for cell in cells.values()), *named))
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if defaults and any(True for _ in leaves(defaults)):
+            self.places.append({"defaults": defaults})
+        self._all(defaults)
+        if function.__dict__ and _is_own(function.__module__):
+            self.places.append(function.__dict__)
 
 
 def object_dicts(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
@@ -47,32 +142,20 @@ def object_dicts(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
             yield from object_dicts(each, depth - 1)
 
 
-def variables(modules: list[nn.Module]) -> Iterator[dict[str, Any]]:
-    """Yield the closures and the globals that the methods of these modules name, as dictionaries that can be set."""
-    functions = {id(f): f for kind in dict.fromkeys(map(type, modules)) for f in _functions(kind)}
-    named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    for function in functions.values():
-        code, known = function.__code__, function.__globals__
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        if closure := {name: cell for name, cell in cells if name != "__class__" and _is_set(cell)}:
-            yield _Closure(closure)
-        names = [name for name in code.co_names if name in known and _is_state(known[name])]
-        named.setdefault(id(known), (known, {}))[1].update(dict.fromkeys(names))
-    for known, names_of in named.values():
-        if names_of:
-            yield _Globals(known, list(names_of))
+def has_state(value: Any) -> bool:
+    """Whether an attribute's value is an object with attributes of its own."""
+    if isinstance(value, (*_ATOMS, tuple, frozenset, nn.Module, type, types.FunctionType, types.MethodType)):
+        return False
+    return type(value).__module__.split(".")[0] not in ("torch", "zerocli", "builtins") and hasattr(value, "__dict__")
 
 
-def _functions(kind: type) -> Iterator[types.FunctionType]:
-    for each in kind.__mro__:
-        if each is nn.Module or each.__module__.split(".")[0] in ("torch", "builtins", "zerocli"):
-            continue
-        for value in vars(each).values():
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType):
-                yield function
-                while isinstance(function := getattr(function, "__wrapped__", None), types.FunctionType):
-                    yield function
+@functools.cache
+def _is_own(name: str) -> bool:
+    """Whether a module of Python is the user's program: neither Python's, nor torch's, nor an installed package's."""
+    if name.partition(".")[0] in _NOT_USERS:
+        return False
+    file = (getattr(sys.modules.get(name), "__file__", None) or "").replace("\\", "/")
+    return "/site-packages/" not in file and "/dist-packages/" not in file
 
 
 def _is_users(module: nn.Module) -> bool:
@@ -82,50 +165,107 @@ def _is_users(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.modules.")
 
 
-def has_state(value: Any) -> bool:
-    """Whether an attribute's value is an object with attributes of its own."""
-    if isinstance(value, (*_PLAIN, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)):
-        return False
-    return type(value).__module__.split(".")[0] not in ("torch", "zerocli", "builtins") and hasattr(value, "__dict__")
+@functools.cache
+def _names(code: types.CodeType) -> list[str]:
+    """Return the names that code uses, with those of the functions and comprehensions in it."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return list(dict.fromkeys((*code.co_names, *(name for each in inner for name in _names(each)))))
+
+
+def _slots(kind: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if isinstance(value, types.MemberDescriptorType)]
 
 
 def _is_state(value: Any) -> bool:
-    """Whether a global variable's value may be a forward's state and not a definition."""
-    return not (callable(value) or isinstance(value, types.ModuleType | type))
+    """Whether a variable's value may be a forward's state and not a definition, or an object of Python's own."""
+    if callable(value) or isinstance(value, types.ModuleType | type):
+        return False
+    return not (hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] in sys.stdlib_module_names)
 
 
 def _is_set(cell: types.CellType) -> bool:
     try:
-        return _is_state(cell.cell_contents)
+        cell.cell_contents  # noqa: B018
     except ValueError:  # not assigned yet
         return False
+    return True
 
 
-class _Closure(dict[str, Any]):
+class View(dict[str, Any]):
+    """What is kept elsewhere than in a dictionary, as one that can be set; `refresh` reads it again."""
+
+    def refresh(self) -> None:
+        self.clear()
+        self.update(self._read())
+
+    def _read(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _Closure(View):
     """The variables of a function's closure."""
 
     def __init__(self, cells: dict[str, types.CellType]) -> None:
-        super().__init__({name: cell.cell_contents for name, cell in cells.items()})
         self._cells = cells
+        super().__init__(self._read())
 
-    def refresh(self) -> None:
-        self.update({name: cell.cell_contents for name, cell in self._cells.items()})
+    def _read(self) -> dict[str, Any]:
+        return {name: cell.cell_contents for name, cell in self._cells.items() if _is_set(cell)}
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         self._cells[name].cell_contents = value
 
 
-class _Globals(dict[str, Any]):
+class _Globals(View):
     """Those variables of a module of Python that one function names."""
 
     def __init__(self, variables: dict[str, Any], names: list[str]) -> None:
-        super().__init__({name: variables[name] for name in names})
-        self._variables = variables
+        self._variables, self._names = variables, names
+        super().__init__(self._read())
 
-    def refresh(self) -> None:
-        self.update({name: self._variables[name] for name in self if name in self._variables})
+    def _read(self) -> dict[str, Any]:
+        return {name: self._variables[name] for name in self._names if name in self._variables}
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
         self._variables[name] = value
+
+
+class _Slots(View):
+    """The slots of an object."""
+
+    def __init__(self, owner: Any, names: list[str]) -> None:
+        self._owner, self._names = owner, names
+        super().__init__(self._read())
+
+    def _read(self) -> dict[str, Any]:
+        return {name: getattr(self._owner, name) for name in self._names if hasattr(self._owner, name)}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        object.__setattr__(self._owner, name, value)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        object.__delattr__(self._owner, name)
+        return super().pop(name, *default)
+
+
+class _Class(View):
+    """The attributes of a class that are values, not definitions."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        super().__init__(self._read())
+
+    def _read(self) -> dict[str, Any]:
+        items = [(name, value) for name, value in vars(self._kind).items() if name[:2] != "__"]
+        return {name: value for name, value in items if _is_state(value) and not hasattr(type(value), "__get__")}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        type.__setattr__(self._kind, name, value)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        type.__delattr__(self._kind, name)
+        return super().pop(name, *default)

@@ -2,25 +2,26 @@
 
 [Note: state under recomputation]
 A block may change more than its output: buffers (running statistics, a codebook), attributes (a counter, a cache), the
-state of Python's and numpy's random generators, globals. Before the first run of a call, `RecomputedCall` notes the
-state in reach. The recomputation compares it with the present one, and puts back what differs while it runs.
+state of random generators, variables. Before the first run of a call, `RecomputedCall` notes the state in reach
+(mutable_state.py). The recomputation compares it with the present one, and puts back what differs while it runs.
 
-Objects are exchanged, not written to: a module gets a copy of the buffer or list as the first run found it, and its own
-object afterwards. So no version counter changes that another graph depends on.
+Tensors are exchanged, not written to: a module gets a copy of the buffer as the first run found it, and its own object
+afterwards. So no version counter changes that another graph depends on. Containers and generators get their old content
+back, and the present one afterwards.
 
 The first calls of a block keep copies of everything in reach and compare values. Later ones keep copies only of what
-was found to change, and compare identities and version counters, which needs no device synchronisation. A change that
-begins later is refused, because its old value is gone.
+was found to change, and compare identities, lengths and version counters, which needs no device synchronisation. A
+change that begins later is refused, because its old value is gone.
+
+The first calls also compare what autograd saves in both runs (saved_values.py): state that is not in reach is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from operator import is_
 from typing import Any, NamedTuple
@@ -31,14 +32,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from zerocli.engine.guards.aliases import Invalidated
-from zerocli.engine.recompute.mutable_state import IGNORED, object_dicts, owned_dicts, variables
+from zerocli.engine.recompute.contents import (
+    CONTAINERS,
+    LARGE,
+    containers,
+    content,
+    leaves,
+    position,
+    put_back,
+    same_content,
+)
+from zerocli.engine.recompute.mutable_state import IGNORED, Reach, View, object_dicts
+from zerocli.engine.recompute.saved_values import SavedValues
 from zerocli.errors import Refused
 
 CAREFUL_CALLS = 2
 """Number of recomputed calls of a block that compare all values."""
+_EXCLUDE = "exclude the block with shard(..., recompute=...)"
 
 _MISSING = object()
-_CONTAINERS = frozenset((list, dict, set, deque, bytearray, OrderedDict, defaultdict, Counter))
 
 
 class _Copy(NamedTuple):
@@ -62,6 +74,10 @@ class Seen(NamedTuple):
     training: list[bool]
     generators: list[Any]
     """States of the global random generators; empty if the block does not draw from them."""
+    lengths: list[tuple[Any, int]]
+    """Lengths of containers that are not known to change."""
+    positions: list[tuple[Any, Any]]
+    """Iterators, and how far they had got."""
 
 
 class ReachableState:
@@ -72,12 +88,12 @@ class ReachableState:
         self._own = list(module.modules())
         inside = {id(each) for each in self._own}
         self._modules = [*self._own, *(each for each in others if id(each) not in inside)]
-        self._quick: list[dict[str, Any]] = []
+        self._places: list[dict[str, Any]] = []
         self._buffers: list[dict[str, Any]] = []
-        self._variables: list[Any] | None = None
-        """Closures and globals that its methods name."""
         self._changing: dict[tuple[int, str], dict[str, Any]] = {}
         """Places of objects whose content was found to change: the dictionary, by its id and the key."""
+        self._steady: list[tuple[dict[str, Any], str]] = []
+        """Places of containers that were not found to change: the dictionary, and the key."""
         self._draws = False
         self._pure = all(map(_is_pure, self._modules))
         """Whether no forward in reach changes anything: those of the built-in models do not."""
@@ -90,54 +106,68 @@ class ReachableState:
         `given` are the attributes of objects among the call's arguments.
         """
         if self._pure:
-            return Seen([], [], {}, [], [])
+            return Seen([], [], {}, [], [], [], [])
         training = [module.training for module in self._own]
         if training != self._mode:  # train() after eval(): other buffers may change now
             self._mode, self.careful = training, CAREFUL_CALLS
-        if self._variables is None:
-            self._variables = list(variables(self._modules))
         if self.careful:
-            self._quick, self._buffers = owned_dicts(self._modules)
-        for each in self._variables:
-            each.refresh()
-        dicts = [(d, dict(d)) for d in (*self._quick, *self._buffers, *self._variables)]
+            reach = Reach(self._modules)
+            self._places, self._buffers = reach.places, reach.buffers
+        self._refresh()
+        dicts = [(d, dict(d)) for d in (*self._places, *self._buffers)]
+        positions = []
         if self.careful:
-            found = [value for _, items in dicts for key, value in items.items() if key not in IGNORED]
+            found = [leaf for _, items in dicts for k, v in items.items() if k not in IGNORED for leaf in leaves(v)]
+            positions = [(v, at) for _, items in dicts for v in items.values() if (at := position(v)) is not None]
         else:
-            found = [d.get(key) for (_, key), d in self._changing.items()]
+            found = [leaf for (_, key), d in self._changing.items() for leaf in leaves(d.get(key))]
         dicts += [(d, dict(d)) for d in given]
-        found += [value for d in given for value in d.values()]
+        found += [leaf for d in given for value in d.values() for leaf in leaves(value)]
         copies = {id(value): made for value in found if (made := _copied(value, shared=self.careful > 0))}
         versions = [(d, k, t._version) for d in self._buffers for k, t in d.items() if t is not None]
-        return Seen(dicts, versions, copies, training, _states() if self._draws or self.careful else [])
+        generators = _states() if self._draws or self.careful else []
+        return Seen(dicts, versions, copies, training, generators, self._lengths(), positions)
+
+    def _refresh(self) -> None:
+        for each in self._places:
+            if isinstance(each, View):
+                each.refresh()
 
     def ran(self, seen: Seen) -> None:
-        """Learn from the first run of a call whether the block draws from the global random generators."""
+        """Learn from the first run of a call what the block draws from; refuse a change that cannot be undone."""
         if self.careful and not self._draws:
             self._draws = not _equal_states(seen.generators, _states())
+        if taken := [iterator for iterator, at in seen.positions if position(iterator) != at]:
+            raise Refused(
+                f"{self.name} is recomputed, and its forward takes from a {type(taken[0]).__name__}, which cannot be "
+                f"put back: keep a list and a number, or {_EXCLUDE}"
+            )
+        if grown := [container for container, length in seen.lengths if len(container) != length]:
+            raise Refused(
+                f"{self.name} is recomputed, and its forward has changed the length of a {type(grown[0]).__name__}, "
+                f"but not in its first calls: {_EXCLUDE}"
+            )
+
+    def _lengths(self) -> list[tuple[Any, int]]:
+        return [(each, len(each)) for d, key in self._steady for each in containers(d.get(key))]
 
     @contextlib.contextmanager
     def as_seen(self, seen: Seen) -> Iterator[None]:
         """Give the body the state of the first run, and restore the present one afterwards."""
         back: list[tuple[dict[str, Any], str, Any]] = []
-        made: dict[int, Any] = {}
-        originals: list[_Copy] = []
-        for each in self._variables or ():
-            each.refresh()
-        changed = self._changed(seen)
+        self._refresh()
+        careful, changed = self.careful, self._changed(seen)
+        tensors = {key for key in changed if isinstance(seen.copies[key].original, torch.Tensor)}
+        made = {key: seen.copies[key].content.clone() for key in tensors}
+        originals = [_Copy(seen.copies[key].original, None, seen.copies[key].original._version) for key in tensors]
+        filled = [copied for copied in seen.copies.values() if _is_refilled(copied, changed)]
+        present = [(copied.original, content(copied.original)) for copied in filled]
+        for copied in filled:
+            put_back(copied.original, copied.content, lambda each: _exchanged(each, made))
         for d, items in seen.dicts:
-            for key in _differing(d, items, changed):
+            for key in _differing(d, items, tensors):
                 back.append((d, key, d.get(key, _MISSING)))
-                old = items.get(key, _MISSING)
-                if id(old) in changed:
-                    if id(old) not in made:
-                        made[id(old)] = _restored(seen.copies[id(old)])
-                        originals.append(_noted(old))
-                    old = made[id(old)]
-                _put(d, key, old)
-        generators = [(each, _state(each)) for each in _drawn_from(seen, changed)]
-        for each, _ in generators:
-            _set_state(each, seen.copies[id(each)].content)
+                _put(d, key, _exchanged(items.get(key, _MISSING), made))
         training, states = [module.training for module in self._own], _states() if self._draws else []
         self._switch(training, seen.training)
         if self._draws:
@@ -147,31 +177,41 @@ class ReachableState:
         finally:
             for d, key, value in reversed(back):
                 _put(d, key, value)
-            for each, state in generators:
-                _set_state(each, state)
+            for each, now in present:
+                put_back(each, now, lambda member: member)
             self._switch(seen.training, training)
             _restore_states(states)
             self.careful = max(0, self.careful - 1)
+            if careful and not self.careful:
+                self._end_careful_calls()
             self._refuse_changed(originals)
 
+    def _end_careful_calls(self) -> None:
+        """Follow from now on only what is small or was found to change."""
+        changing = {id(d) for d in self._changing.values()}
+        self._places = [d for d in self._places if len(d) <= LARGE or id(d) in changing]
+        held = [
+            (d, key) for d in self._places for key in d if key not in IGNORED and (id(d), key) not in self._changing
+        ]
+        self._steady = [(d, key) for d, key in held if any(True for _ in containers(d[key]))]
+
     def _refuse_changed(self, originals: list[_Copy]) -> None:
-        """Refuse a recomputation that reached an object although its place held a copy."""
+        """Refuse a recomputation that reached a tensor although its place held a copy."""
         error = sys.exc_info()[0]
         if error is not None and error.__name__ != "_StopRecomputationError":  # torch's way to end a recomputation
             return
-        for original in originals:
-            if _differs(original, careful=False):
-                raise Refused(
-                    f"{self.name} is recomputed, and its forward changes a {type(original.original).__name__} that it "
-                    "reaches in more than one way, so it would be changed twice: exclude the block with "
-                    "shard(..., recompute=...)"
-                )
+        if any(each.original._version != each.version for each in originals):
+            raise Refused(
+                f"{self.name} is recomputed, and its forward changes a Tensor that it reaches in more than one way, so "
+                f"it would be changed twice: {_EXCLUDE}"
+            )
 
     def _changed(self, seen: Seen) -> set[int]:
         """Return the ids of objects whose content differs from what the first run found; refuse what has no copy."""
         found = {key for key, copied in seen.copies.items() if self._found(copied)}
         if found and self.careful:
-            self._changing |= {(id(d), k): d for d, items in seen.dicts for k, v in items.items() if id(v) in found}
+            rows = ((d, key, value) for d, items in seen.dicts for key, value in items.items())
+            self._changing |= {(id(d), k): d for d, k, v in rows if any(id(leaf) in found for leaf in leaves(v))}
         for d, key, version in seen.versions:
             value = d.get(key)
             if value is not None and value._version != version and id(value) not in seen.copies:
@@ -179,7 +219,7 @@ class ReachableState:
                 if value is before:
                     raise Refused(
                         f"{self.name} is recomputed, and its buffer {key!r} was changed between its forward and its "
-                        "backward, but not in its first calls: exclude the block with shard(..., recompute=...)"
+                        f"backward, but not in its first calls: {_EXCLUDE}"
                     )
         return found
 
@@ -206,26 +246,28 @@ class RecomputedCall:
     """The two runs of one call of a recomputed block."""
 
     def __init__(
-        self, reach: ReachableState, check: Callable[[], None], args: Any, kwargs: Any, leaves: list[Any]
+        self, reach: ReachableState, check: Callable[[], None], args: Any, kwargs: Any, inputs: list[Any]
     ) -> None:
         self._reach, self._check = reach, check
         self._seen: Seen | None = None
         self._call: tuple[Any, Any] | None = (args, kwargs)
         """The arguments, until the first run takes them: it gets the caller's own containers."""
-        self._given = [d for leaf in leaves for d in object_dicts(leaf)]
-        self._leaves = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        self._given = [d for leaf in inputs for d in object_dicts(leaf)]
+        self._leaves = [(leaf, leaf._version) for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        self._values = SavedValues(reach.name) if reach.careful else None
 
-    def arguments(self, spec: TreeSpec, leaves: Any) -> Any:
-        """Return (args, kwargs): the caller's own for the first run, new containers of `leaves` for the others."""
+    def arguments(self, spec: TreeSpec, inputs: Any) -> Any:
+        """Return (args, kwargs): the caller's own for the first run, new containers of `inputs` for the others."""
         call, self._call = self._call, None
-        return tree_unflatten(leaves, spec) if call is None else call
+        return tree_unflatten(inputs, spec) if call is None else call
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Run the block's forward, or its recomputation: then with the state that the first run found."""
         if self._seen is None:
             seen = self._seen = self._reach.note(self._given)
-            yield
+            with self._noted():
+                yield
             self._reach.ran(seen)
             return
         self._check()
@@ -234,8 +276,11 @@ class RecomputedCall:
                 f"{self._reach.name} is recomputed, and one of its inputs was changed in place after it was given: "
                 "give it a copy, or exclude the block with shard(..., recompute=...)"
             )
-        with self._reach.as_seen(self._seen):
+        with self._reach.as_seen(self._seen), self._noted():
             yield
+
+    def _noted(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._values is None else self._values.running()
 
 
 # -- objects -----------------------------------------------------------------------------------------------------------
@@ -254,28 +299,35 @@ def _copied(value: Any, shared: bool = False) -> _Copy | None:
         if isinstance(value, Invalidated) or value.requires_grad or value.layout != torch.strided or value.is_meta:
             return None
         newest = _newest.get(id(value)) if shared else None
-        content = newest if newest is not None and _same_bits(value, newest) else value.detach().clone()
+        made = newest if newest is not None and _same_bits(value, newest) else value.detach().clone()
         if shared:
-            _newest[id(value)] = content
-        return _Copy(value, content, value._version)
-    if type(value) in _CONTAINERS:
-        return _Copy(value, copy.copy(value), 0)
-    state = _state(value)
-    return None if state is None else _Copy(value, state, 0)
+            _newest[id(value)] = made
+        return _Copy(value, made, value._version)
+    noted = content(value)
+    return None if noted is None else _Copy(value, noted, 0)
 
 
-def _restored(copied: _Copy) -> Any:
-    """Return an object like the original as it was copied; the copy itself stays for another backward."""
+def _is_refilled(copied: _Copy, changed: set[int]) -> bool:
+    """Whether an object needs its old content back: it has another one, or a tensor in it is exchanged."""
     if isinstance(copied.original, torch.Tensor):
-        return copied.content.clone()
-    return copy.copy(copied.content) if type(copied.original) in _CONTAINERS else copied.original
+        return False
+    if id(copied.original) in changed:
+        return True
+    return type(copied.original) in CONTAINERS and _holds(copied.content, changed)
 
 
-def _noted(value: Any) -> _Copy:
-    """Return what shows whether an object changes from now on; of a tensor the version counter alone."""
-    if isinstance(value, torch.Tensor):
-        return _Copy(value, None, value._version)
-    return _copied(value) or _Copy(value, None, 0)
+def _holds(value: Any, changed: set[int]) -> bool:
+    """Whether one of `changed` is among the members of a container's content or a tuple."""
+    if isinstance(value, dict):
+        return any(id(each) in changed or isinstance(each, tuple) and _holds(each, changed) for each in value.values())
+    return any(id(each) in changed or isinstance(each, tuple) and _holds(each, changed) for each in value)
+
+
+def _exchanged(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    """Return the copy that stands for a tensor, also in a tuple; any other object as it is."""
+    if made and type(value) is tuple and _holds(value, made.keys()):  # type: ignore[arg-type]
+        return tuple(_exchanged(each, made) for each in value)
+    return made.get(id(value), value)
 
 
 def _differs(copied: _Copy, careful: bool) -> bool:
@@ -286,13 +338,7 @@ def _differs(copied: _Copy, careful: bool) -> bool:
             return True
         # An edit through `.data` leaves the counter: what may change so is found in the first calls.
         return careful and not _same_bits(now, copied.content)
-    if isinstance(now, dict):
-        return len(now) != len(copied.content) or any(copied.content.get(k, _MISSING) is not v for k, v in now.items())
-    if isinstance(now, set | bytearray):
-        return bool(now != copied.content)
-    if type(now) in _CONTAINERS:
-        return len(now) != len(copied.content) or not all(map(is_, now, copied.content))
-    return not _equal_states(_state(now), copied.content)
+    return not same_content(content(now), copied.content)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -304,10 +350,11 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _differing(d: dict[str, Any], items: dict[str, Any], changed: set[int]) -> list[str]:
-    """Return the keys whose object was replaced, added or removed, or whose object is among `changed`."""
+    """Return the keys whose object was replaced, added or removed, or is among `changed`, or a tuple of such."""
     if not changed and len(d) == len(items) and all(map(is_, d.values(), items.values())):
         return []
-    keys = [key for key, old in items.items() if d.get(key, _MISSING) is not old or id(old) in changed]
+    held = {id(old) for old in items.values() if type(old) is tuple and _holds(old, changed)} if changed else set()
+    keys = [key for key, old in items.items() if d.get(key, _MISSING) is not old or id(old) in (changed | held)]
     return [key for key in (*keys, *(key for key in d if key not in items)) if key not in IGNORED]
 
 
@@ -319,31 +366,6 @@ def _put(d: dict[str, Any], key: str, value: Any) -> None:
 
 
 # -- random generators -------------------------------------------------------------------------------------------------
-
-
-def _state(generator: Any) -> Any:
-    """Return the state of a random generator; None of any other object."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(generator, numpy.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state() if numpy is not None and isinstance(generator, numpy.random.RandomState) else None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def _drawn_from(seen: Seen, changed: set[int]) -> list[Any]:
-    return [seen.copies[key].original for key in changed if _state(seen.copies[key].original) is not None]
 
 
 def _states() -> list[Any]:
@@ -359,11 +381,5 @@ def _restore_states(states: list[Any]) -> None:
             sys.modules["numpy"].random.set_state(states[1])
 
 
-def _equal_states(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal_states(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_equal_states, a, b))
-    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
+def _equal_states(a: list[Any], b: list[Any]) -> bool:
+    return all(same_content(left, right) for left, right in zip(a, b, strict=True))

@@ -184,8 +184,10 @@ class Hooks:
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             # Inside another recomputed unit, or a checkpoint of the user's own, a checkpoint saves nothing; the user's
-            # runs the unit again itself, with all that it changes.
-            if self._recomputing or not torch.is_grad_enabled() or engine.gatherer.saved.inside_checkpoint():
+            # runs the unit again itself, with all that it changes. torch.func's transforms allow none.
+            if self._recomputing or not torch.is_grad_enabled() or _is_transformed():
+                return body(*args, **kwargs)
+            if engine.gatherer.saved.inside_checkpoint():
                 return body(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             if not engine.activations.takes(unit.name, leaves):
@@ -319,9 +321,12 @@ def _leave_in_place() -> None:
 
 def _plain_tensors() -> contextlib.AbstractContextManager[object]:
     """Disable the caller's inference mode and torch.func transforms, so that training can use tensors made inside."""
-    if not torch.is_inference_mode_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
-        return NOTHING
-    return _disabled_transforms()
+    return _disabled_transforms() if torch.is_inference_mode_enabled() or _is_transformed() else NOTHING
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tiers.events import NOTHING
+from zerocli.engine.guards.parameters import Released, name_of, no_values
 from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
@@ -117,6 +118,8 @@ class SavedViews:
         outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
         def pack(tensor: torch.Tensor) -> Any:
+            if isinstance(tensor, Released):  # read by a class of tensors whose own code torch asks first
+                raise Refused(no_values(name_of(tensor)))
             saved = self.locate(tensor)
             if saved is not None:
                 return saved

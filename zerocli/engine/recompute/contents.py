@@ -1,0 +1,141 @@
+"""Objects that change in place: what is in them is noted, compared and put back, in the same object."""
+
+from __future__ import annotations
+
+import array
+import itertools
+import random
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_
+from typing import Any
+
+import torch
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_SEQUENCES = frozenset((list, deque))
+CONTAINERS = _DICTS | _SEQUENCES | {set}
+LARGE = 256
+"""Items of a container from which on only the container is followed, not what is in it."""
+_SCALARS = frozenset((int, float, complex, str, bytes, bool, type(None)))
+_ITERATORS: Any = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+
+def leaves(value: Any, depth: int = 8) -> Iterator[Any]:
+    """Yield the objects that change in place, in a value and in the containers in it."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return
+    if kind in CONTAINERS or isinstance(value, tuple | frozenset):
+        if kind in CONTAINERS:
+            yield value
+        if depth and len(value) <= LARGE:
+            for each in members(value):
+                yield from leaves(each, depth - 1)
+    elif isinstance(value, torch.Tensor) or _is_noted(value):
+        yield value
+
+
+def containers(value: Any, depth: int = 8) -> Iterator[Any]:
+    """Yield the containers among the leaves of a value."""
+    is_container = type(value) in CONTAINERS
+    if is_container:
+        yield value
+    if depth and (is_container or isinstance(value, tuple)) and len(value) <= LARGE:
+        for each in members(value):
+            yield from containers(each, depth - 1)
+
+
+def _is_noted(value: Any) -> bool:
+    """Whether `content` knows how to note an object that is no container."""
+    if isinstance(value, bytearray | array.array | torch.Generator | random.Random):
+        return True
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    return isinstance(value, numpy.ndarray | numpy.random.Generator | numpy.random.RandomState)
+
+
+def members(value: Any) -> Iterable[Any]:
+    """Return what is in a container, without plain numbers and words."""
+    found = list(value.values()) if isinstance(value, dict) else list(value)
+    return () if set(map(type, found)) <= _SCALARS else found
+
+
+def content(value: Any) -> Any:
+    """Return what is in an object that changes in place, other than a tensor; None of any other object."""
+    kind = type(value)
+    if kind in _DICTS:
+        return dict(value)
+    if kind in _SEQUENCES:
+        return list(value)
+    if kind is set:
+        return set(value)
+    if not _is_noted(value):
+        return None
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, bytearray | array.array):
+        return value[:]
+    if hasattr(value, "bit_generator"):
+        return value.bit_generator.state
+    return value.get_state() if hasattr(value, "get_state") else value.copy()
+
+
+def put_back(value: Any, old: Any, other: Callable[[Any], Any]) -> None:
+    """Give an object its old content; `other` returns what stands for a member of a container."""
+    kind = type(value)
+    if kind in _DICTS:
+        value.clear()
+        dict.update(value, {key: other(each) for key, each in old.items()})  # that of Counter adds
+    elif kind is list:
+        value[:] = map(other, old)
+    elif kind is deque or kind is set:
+        value.clear()
+        (value.extend if kind is deque else value.update)(map(other, old))
+    elif isinstance(value, bytearray | array.array):
+        value[:] = old
+    elif isinstance(value, random.Random):
+        value.setstate(old)
+    elif hasattr(value, "bit_generator"):
+        value.bit_generator.state = old
+    elif hasattr(value, "set_state"):
+        value.set_state(old)
+    else:
+        value[...] = old
+
+
+def same_content(a: Any, b: Any) -> bool:
+    """Whether two contents of one object are the same."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(k in b and _same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and (all(map(is_, a, b)) or all(map(_same, a, b)))
+    if hasattr(a, "dtype"):
+        return bool(a.tobytes() == b.tobytes())
+    return bool(a == b)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two members are the same: an object itself, or a number, or the state of a generator."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple | dict) or hasattr(a, "dtype") and not isinstance(a, torch.Tensor):
+        return same_content(a, b)
+    return type(a) in _SCALARS and bool(a == b)
+
+
+def position(value: Any) -> Any:
+    """Return how far an iterator or generator of Python's has got, if it can be known; None of any other object."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return (-1,) if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values()))
+    if isinstance(value, _ITERATORS):
+        return value.__length_hint__()
+    return repr(value) if isinstance(value, itertools.count | itertools.repeat) else None

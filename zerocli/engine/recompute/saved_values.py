@@ -1,0 +1,83 @@
+"""Whether a recomputation gives what the first run of a block gave: two sums of each tensor that autograd saves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zerocli.errors import Refused
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-4}
+_HALF_TOLERANCE = 1e-2
+"""Relative to the sum of absolute values: some kernels add in another order each time."""
+
+
+class SavedValues:
+    """The sums of what autograd saved in the first run of one call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._first: list[tuple[torch.dtype, torch.Tensor | None]] | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Note what autograd saves while the body runs the first time; raise Refused if it saves other values later."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None:
+            yield
+            return
+        outer_pack, outer_unpack = outer
+        found: list[tuple[torch.dtype, torch.Tensor | None]] = []
+
+        def pack(tensor: torch.Tensor) -> Any:
+            found.append((tensor.dtype, _sums(tensor)))
+            return outer_pack(tensor)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, outer_unpack):
+                yield
+        except BaseException as error:
+            if type(error).__name__ != "_StopRecomputationError":  # torch's way to end a recomputation
+                raise
+            self._compare(found)
+            raise
+        if self._first is None:
+            self._first = found
+        else:
+            self._compare(found)
+
+    def _compare(self, found: list[tuple[torch.dtype, torch.Tensor | None]]) -> None:
+        for (dtype, first), (_, again) in zip(self._first or (), found, strict=False):
+            if first is not None and again is not None and not _alike(first.tolist(), again.tolist(), dtype):
+                raise Refused(
+                    f"{self._name} is recomputed, and its forward computed other values in backward than before: it "
+                    "depends on something that changes from call to call, and that the engine cannot put back. Keep it "
+                    "in a buffer or an attribute, or exclude the block with shard(..., recompute=...)"
+                )
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the sum and the sum of absolute values; None of a tensor that has no such values."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    if not tensor.numel() or tensor.is_quantized or tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+        return None
+    with torch.no_grad():
+        values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+        if not values.is_floating_point():
+            return torch.stack((values.sum(), values.count_nonzero())).double()
+        kind = torch.promote_types(values.dtype, torch.float32)
+        return torch.stack((values.sum(dtype=kind), torch.linalg.vector_norm(values, 1, dtype=kind)))
+
+
+def _alike(first: list[float], again: list[float], dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return first == again
+    if not all(map(math.isfinite, (*first, *again))):
+        return [*map(math.isfinite, first)] == [*map(math.isfinite, again)]
+    tolerance = _TOLERANCE.get(dtype, _HALF_TOLERANCE) * max(first[1], again[1])
+    return all(abs(a - b) <= tolerance for a, b in zip(first, again, strict=True))
