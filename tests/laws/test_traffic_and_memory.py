@@ -32,7 +32,7 @@ def _wire(stage: int, layers: int, recompute: bool) -> tuple[dict[str, int], int
     unwatched = comm._all_gather, comm._reduce_scatter, dist.all_reduce
     comm._all_gather = spy("all_gather", comm._all_gather, lambda full, shard: full.nbytes)
     comm._reduce_scatter = spy("reduce_scatter", comm._reduce_scatter, lambda shard, full: full.nbytes)
-    dist.all_reduce = spy("all_reduce", dist.all_reduce, lambda t: 2 * t.nbytes)
+    dist.all_reduce = spy("all_reduce", dist.all_reduce, lambda tensor, *_: 2 * tensor.nbytes)
     torch.manual_seed(0)
     model = Deep(layers)
     engine = zerocli.shard(model, stage=stage, clip=1.0, bucket_nbytes=16384, recompute=recompute)

@@ -88,9 +88,9 @@ def differs(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
     return any(not torch.equal(one[name], other[name]) for name in one)
 
 
-BEFORE = {"params": (1, "step"), "optimizer": (1, "step"), "grads": (2, "backward"), "activations": (2, "forward")}
-"""When the bit flips: between a write and the next read."""
-READ = {"params": (2, "forward"), "optimizer": (2, "step"), "grads": (2, "step"), "activations": (2, "backward")}
+BEFORE = {"params": (1, "step"), "optimizer": (1, "step"), "grads": (2, "backward"), "activations": (3, "forward")}
+"""When the bit flips: between a write and the next read, after a block's first calls, whose values are compared."""
+READ = {"params": (2, "forward"), "optimizer": (2, "step"), "grads": (2, "step"), "activations": (3, "backward")}
 SOME = {"params": "cpu", "grads": "nvme", "optimizer": "nvme", "activations": "cpu"}
 CASES = [
     pytest.param(kind, tier, "stream", "fp32", marks=[] if SOME[kind] == tier else pytest.mark.long)

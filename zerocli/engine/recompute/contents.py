@@ -131,6 +131,11 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) in _SCALARS and bool(a == b)
 
 
+def version(tensor: torch.Tensor) -> int:
+    """Return a tensor's version counter; one made in inference mode has none, and changes nowhere else."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def position(value: Any) -> Any:
     """Return how far an iterator or generator of Python's has got, if it can be known; None of any other object."""
     if isinstance(value, types.GeneratorType):

@@ -41,6 +41,7 @@ from zerocli.engine.recompute.contents import (
     position,
     put_back,
     same_content,
+    version,
 )
 from zerocli.engine.recompute.mutable_state import IGNORED, Reach, View, object_dicts
 from zerocli.engine.recompute.saved_values import SavedValues
@@ -124,7 +125,7 @@ class ReachableState:
         dicts += [(d, dict(d)) for d in given]
         found += [leaf for d in given for value in d.values() for leaf in leaves(value)]
         copies = {id(value): made for value in found if (made := _copied(value, shared=self.careful > 0))}
-        versions = [(d, k, t._version) for d in self._buffers for k, t in d.items() if t is not None]
+        versions = [(d, k, version(t)) for d in self._buffers for k, t in d.items() if t is not None]
         generators = _states() if self._draws or self.careful else []
         return Seen(dicts, versions, copies, training, generators, self._lengths(), positions)
 
@@ -159,7 +160,7 @@ class ReachableState:
         careful, changed = self.careful, self._changed(seen)
         tensors = {key for key in changed if isinstance(seen.copies[key].original, torch.Tensor)}
         made = {key: seen.copies[key].content.clone() for key in tensors}
-        originals = [_Copy(seen.copies[key].original, None, seen.copies[key].original._version) for key in tensors]
+        originals = [_Copy(seen.copies[key].original, None, version(seen.copies[key].original)) for key in tensors]
         filled = [copied for copied in seen.copies.values() if _is_refilled(copied, changed)]
         present = [(copied.original, content(copied.original)) for copied in filled]
         for copied in filled:
@@ -200,7 +201,7 @@ class ReachableState:
         error = sys.exc_info()[0]
         if error is not None and error.__name__ != "_StopRecomputationError":  # torch's way to end a recomputation
             return
-        if any(each.original._version != each.version for each in originals):
+        if any(version(each.original) != each.version for each in originals):
             raise Refused(
                 f"{self.name} is recomputed, and its forward changes a Tensor that it reaches in more than one way, so "
                 f"it would be changed twice: {_EXCLUDE}"
@@ -212,9 +213,9 @@ class ReachableState:
         if found and self.careful:
             rows = ((d, key, value) for d, items in seen.dicts for key, value in items.items())
             self._changing |= {(id(d), k): d for d, k, v in rows if any(id(leaf) in found for leaf in leaves(v))}
-        for d, key, version in seen.versions:
+        for d, key, counted in seen.versions:
             value = d.get(key)
-            if value is not None and value._version != version and id(value) not in seen.copies:
+            if value is not None and version(value) != counted and id(value) not in seen.copies:
                 before = next(items for live, items in seen.dicts if live is d).get(key)
                 if value is before:
                     raise Refused(
@@ -253,7 +254,7 @@ class RecomputedCall:
         self._call: tuple[Any, Any] | None = (args, kwargs)
         """The arguments, until the first run takes them: it gets the caller's own containers."""
         self._given = [d for leaf in inputs for d in object_dicts(leaf)]
-        self._leaves = [(leaf, leaf._version) for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        self._leaves = [(leaf, version(leaf)) for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
         self._values = SavedValues(reach.name) if reach.careful else None
 
     def arguments(self, spec: TreeSpec, inputs: Any) -> Any:
@@ -271,7 +272,7 @@ class RecomputedCall:
             self._reach.ran(seen)
             return
         self._check()
-        if any(leaf._version != version for leaf, version in self._leaves):
+        if any(version(leaf) != counted for leaf, counted in self._leaves):
             raise Refused(
                 f"{self._reach.name} is recomputed, and one of its inputs was changed in place after it was given: "
                 "give it a copy, or exclude the block with shard(..., recompute=...)"
@@ -302,7 +303,7 @@ def _copied(value: Any, shared: bool = False) -> _Copy | None:
         made = newest if newest is not None and _same_bits(value, newest) else value.detach().clone()
         if shared:
             _newest[id(value)] = made
-        return _Copy(value, made, value._version)
+        return _Copy(value, made, version(value))
     noted = content(value)
     return None if noted is None else _Copy(value, noted, 0)
 
@@ -334,7 +335,7 @@ def _differs(copied: _Copy, careful: bool) -> bool:
     """Whether an object has changed since it was copied; `careful` compares the values of tensors."""
     now = copied.original
     if isinstance(now, torch.Tensor):
-        if now._version != copied.version:
+        if version(now) != copied.version:
             return True
         # An edit through `.data` leaves the counter: what may change so is found in the first calls.
         return careful and not _same_bits(now, copied.content)
