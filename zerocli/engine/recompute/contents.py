@@ -115,20 +115,26 @@ def same_content(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(k in b and _same(v, b[k]) for k, v in a.items())
     if isinstance(a, list | tuple):
         return len(a) == len(b) and (all(map(is_, a, b)) or all(map(_same, a, b)))
-    if hasattr(a, "dtype"):
+    if _is_numpy(type(a)):
         return bool(a.tobytes() == b.tobytes())
     return bool(a == b)
 
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two members are the same: an object itself, or a number, or the state of a generator."""
+    kind = type(a)
     if a is b:
         return True
-    if type(a) is not type(b):
+    if kind is not type(b):
         return False
-    if isinstance(a, tuple | dict) or hasattr(a, "dtype") and not isinstance(a, torch.Tensor):
+    if issubclass(kind, tuple | dict) or _is_numpy(kind):
         return same_content(a, b)
-    return type(a) in _SCALARS and bool(a == b)
+    return kind in _SCALARS and bool(a == b)
+
+
+def _is_numpy(kind: type) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.ndarray | numpy.generic)
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -367,9 +367,8 @@ def _is_refilled(copied: _Copy, changed: set[int]) -> bool:
 
 def _holds(value: Any, changed: set[int]) -> bool:
     """Whether one of `changed` is among the members of a container's content or a tuple."""
-    if isinstance(value, dict):
-        return any(id(each) in changed or isinstance(each, tuple) and _holds(each, changed) for each in value.values())
-    return any(id(each) in changed or isinstance(each, tuple) and _holds(each, changed) for each in value)
+    held = value.values() if isinstance(value, dict) else value
+    return any(id(each) in changed or issubclass(type(each), tuple) and _holds(each, changed) for each in held)
 
 
 def _exchanged(value: Any, made: dict[int, torch.Tensor]) -> Any:
