@@ -245,6 +245,7 @@ class Engine:
             sizing=self.sizing,
             events=self.events,
             compiled=compiled,
+            waits=self.waits,
         )
 
     def _wrap_modules(self) -> None:
