@@ -239,8 +239,10 @@ class _Block(_Part):
         if lora.dropout:
             lows = []
             for each in a:
-                given, make = self.dropped(x, tokens * inputs), {"params": [each], "unit": unit, "product": True}
-                lows.append(t.op("adapter", [given], thin, [given.storage], [grad], **make))
+                given = self.dropped(x, tokens * inputs)
+                saved, params = [given.storage], [each]
+                lows.append(t.op("adapter", [given], thin, saved, [grad], params=params, unit=unit, product=True))
+                del saved
                 del given
             shared = [SHARED] * len(lows)
             low = lows.pop() if len(lows) == 1 else t.op("join", lows, tokens * rank * width, grads=shared)
