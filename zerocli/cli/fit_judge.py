@@ -24,6 +24,7 @@ from zerocli.plan.rows import Row
 from zerocli.plan.search import automatic, largest
 from zerocli.plan.search import candidates as search
 from zerocli.plan.search.auto import kind_of, with_budgets, with_margins
+from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 
@@ -94,7 +95,7 @@ def _largest(
 ) -> Verdict:
     """Return the verdict on the largest model, batch or sequence."""
     count = largest.largest_count(setup, hardware, stages, offload)
-    room = largest.with_margin(hardware) if planned.resizable else hardware
+    room = hardware.leaving(gpu_memory=MARGIN, host_memory=MARGIN) if planned.resizable else hardware
     found = largest.find(
         ask.largest,
         planned,

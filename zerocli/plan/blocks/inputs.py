@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerocli import config as configs
 from zerocli.config import Config, ModelConfig
@@ -155,34 +156,32 @@ def run_shape(config: Config) -> Shape:
     return shape.adapted(config.lora) if config.lora.rank else shape
 
 
+ALIKE = ("layers", "hidden", "heads", "vocab", "tie", "window", "window_layers")
+"""Fields of a built-in model that its shape has too."""
+BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+
+
 def shape_of(model: ModelConfig, seq: int) -> Shape:
     """Return the shape of a built-in model: what `zerocli.models` would build."""
     gpt2 = model.family == "gpt2"
     wide = model.mlp_hidden or (4 * model.hidden if gpt2 else -(-8 * model.hidden // (3 * 256)) * 256)
     head_dim = 0 if model.head_dim * model.heads == model.hidden else model.head_dim
     normed = (head_dim or model.hidden // model.heads) if model.qk_norm else 0
+    alike: dict[str, Any] = {name: getattr(model, name) for name in ALIKE}
     return Shape(
         model.type or model.family,
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.vocab,
-        wide,
+        **alike,
+        **{name: model.bias if gpt2 else getattr(model, name) for name in BIASES},
+        mlp_hidden=wide,
         kv_heads=0 if model.kv_heads == model.heads else model.kv_heads,
         head_dim=head_dim,
-        tie=model.tie,
         gated=not gpt2,
         norm="layer" if gpt2 else "rms",
         norm_bias=model.bias,
         q_norm=normed,
         k_norm=normed,
-        qkv_bias=model.bias if gpt2 else model.qkv_bias,
-        out_bias=model.bias if gpt2 else model.out_bias,
-        mlp_bias=model.bias if gpt2 else model.mlp_bias,
         positions=max(seq, model.positions) if gpt2 else 0,
         rotary=not gpt2,
-        window=model.window,
-        window_layers=model.window_layers,
         dropout=model.dropout if gpt2 else 0.0,
     )
 
@@ -195,24 +194,13 @@ def model_of(shape: Shape) -> ModelConfig | None:
     if shape.family not in TYPES:
         return None
     gpt2 = shape.family == "gpt2"
+    alike = {name: getattr(shape, name) for name in (*ALIKE, "kv_heads", "mlp_hidden", "dropout", "head_dim")}
     model = ModelConfig(
         family="gpt2" if gpt2 else "llama",
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        vocab=shape.vocab,
-        mlp_hidden=shape.mlp_hidden,
-        tie=shape.tie,
+        **alike,
+        **{name: not gpt2 and getattr(shape, name) for name in BIASES},
         bias=shape.norm_bias,
-        dropout=shape.dropout,
-        head_dim=shape.head_dim,
-        qkv_bias=not gpt2 and shape.qkv_bias,
-        out_bias=not gpt2 and shape.out_bias,
-        mlp_bias=not gpt2 and shape.mlp_bias,
         qk_norm=bool(shape.q_norm),
-        window=shape.window,
-        window_layers=shape.window_layers,
         type="" if shape.family in ("gpt2", "llama") else shape.family,
     )
     same = dataclasses.replace(shape_of(model, shape.positions), max_positions=shape.max_positions)

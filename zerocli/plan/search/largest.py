@@ -28,7 +28,6 @@ from zerocli.plan.search.candidates import (
     weigh_all,
     weigh_each,
 )
-from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 
@@ -108,12 +107,6 @@ class Largest:
     def dimensions(self) -> dict[str, int] | None:
         """The layers, hidden size and heads of the model; None if nothing fits, or if they are not known."""
         return self.model.dimensions if self.value else None
-
-
-def with_margin(hardware: Hardware) -> Hardware:
-    """Return the machine without the part of its GPU and host memory that stays free."""
-    room = {name: int(getattr(hardware, name) * (1 - MARGIN)) for name in ("gpu_memory", "host_memory")}
-    return replace(hardware, gpu_memory=room["gpu_memory"], host_memory=room["host_memory"])
 
 
 def find(kind: str, model: Model, search: Search, count: int, *, whole: int = 0) -> Largest:
