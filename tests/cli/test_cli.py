@@ -51,8 +51,9 @@ def trainer(monkeypatch):
         work=lambda config, options: calls.append(("work", config, options)) or 7,
         dry_run=lambda config, options, profiled=False: calls.append(("dry_run", config, options)) or 0,
     )
-    monkeypatch.setattr(zerocli.run, "trainer", fake, raising=False)
-    monkeypatch.setitem(sys.modules, "zerocli.run.trainer", fake)
+    for name in ("trainer", "dry_run"):
+        monkeypatch.setattr(zerocli.run, name, fake, raising=False)
+        monkeypatch.setitem(sys.modules, f"zerocli.run.{name}", fake)
     return fake
 
 

@@ -31,9 +31,9 @@ from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
 from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
+from zerocli.run.engines import cap_device, make_engine, make_model, resolve
 from zerocli.run.output import report
 from zerocli.run.steps import micro_step
-from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
 
 Result = dict[str, Any]
 GRACE_SECONDS = 10.0

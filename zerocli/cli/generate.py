@@ -177,7 +177,7 @@ def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:
         return launch.choose_ranks(asked, 1, len(gpus))
     if len(gpus) < 2 or config.offload.placement:
         return 1, "one process"
-    from zerocli.run.trainer import count_parameters
+    from zerocli.run.engines import count_parameters
 
     width = 4 if config.train.precision == "fp32" else 2
     nbytes, least = count_parameters(config)[0] * width, min(gpu.nbytes for gpu in gpus)

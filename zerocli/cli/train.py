@@ -279,9 +279,9 @@ def dry_run(
         num_ranks, reason = launch.choose_ranks(0, config.parallel.tp, len(machine.gpus()))
         say(f"ranks {num_ranks} ({reason})")
         config = launch.with_ranks(config, num_ranks)
-    from zerocli.run import trainer
+    from zerocli.run import dry_run
 
-    return trainer.dry_run(config, options, profiled)
+    return dry_run.dry_run(config, options, profiled)
 
 
 def arguments(ctx: click.Context) -> list[str]:
