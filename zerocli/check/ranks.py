@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import gc
@@ -119,14 +118,9 @@ class Ranks:
         return start
 
     def _engine(self, row: Row) -> Engine:
-        config = self.config
-        config = dataclasses.replace(
-            config,
-            zero=dataclasses.replace(config.zero, stage=row.stage),
-            offload=dataclasses.replace(config.offload, placement=read_placement(row.offload)),
-            activations=dataclasses.replace(config.activations, policy="recompute" if row.recompute else "keep"),
-            model=dataclasses.replace(config.model, compile=row.compiled),
-        )
+        values = {"zero.stage": row.stage, "offload.placement": read_placement(row.offload)}
+        values["activations.policy"] = "recompute" if row.recompute else "keep"
+        config = self.config.with_values({**values, "model.compile": row.compiled})
         model = self._whole_model() if self.built == "cpu" else make_model(config)
         engine = make_engine(config, model, empty=bool(config.train.init_from))
         if config.train.init_from:

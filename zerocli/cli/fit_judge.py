@@ -38,8 +38,7 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     source, given = ask.source, ask.given
     hardware = dataclasses.replace(hardware, **ask.rates)
     if ask.largest == "batch":  # the config's own batch need not divide a global batch
-        train = dataclasses.replace(source.config.train, batch=1)
-        source = dataclasses.replace(source, config=dataclasses.replace(source.config, train=train))
+        source = dataclasses.replace(source, config=source.config.with_values({"train.batch": 1}))
     free = free_keys(given) if given["auto"] else frozenset()
     setup, more = choose_setup(source, given, hardware, ask.runtime, free)
     setup = dataclasses.replace(setup, saves_elsewhere=not hardware.nvme_space)

@@ -258,12 +258,8 @@ class Adapter:
         placement = read_placement(change.offload)
         self._setup = dataclasses.replace(self._setup, offload=placement, recompute=recompute)
         self._left.pop(adapt.like(self._setup), None)
-        config = self._run.config
-        self._run.config = dataclasses.replace(
-            config,
-            offload=dataclasses.replace(config.offload, placement=placement),
-            activations=dataclasses.replace(config.activations, policy=change.policy),
-        )
+        changed = {"offload.placement": placement, "activations.policy": change.policy}
+        self._run.config = self._run.config.with_values(changed)
         line = (
             f"{name_of(self._setup)}, as {change.reason}; {change.expected}; the change took "
             f"{format_seconds(seconds)} ({format_seconds(change.cost)} expected)"

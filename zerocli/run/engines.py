@@ -28,11 +28,10 @@ def resolve(config: Config, world: int) -> Config:
     """Return the config with all values that depend on the number of ranks filled in, and the share held out."""
     refuse_shard_ranks(config.parallel, world, int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     accumulate = num_micro_steps(config.train, world, config.parallel.tp)
-    train = dataclasses.replace(config.train, accumulate=accumulate)
-    parallel = dataclasses.replace(config.parallel, ranks=world)
-    # Recorded, so that a run that is resumed with other evaluations trains on the same data.
-    data = dataclasses.replace(config.data, split=split_share(config))
-    return dataclasses.replace(config, train=train, parallel=parallel, data=data)
+    # The share is recorded, so that a run that is resumed with other evaluations trains on the same data.
+    return config.with_values(
+        {"train.accumulate": accumulate, "parallel.ranks": world, "data.split": split_share(config)}
+    )
 
 
 def cap_device(config: Config) -> None:
@@ -100,9 +99,6 @@ def count_parameters(config: Config) -> tuple[int, int, int]:
     layers = config.model.layers
     if config.model.external or layers < 3:
         return count(make_model(config))
-    counts = [
-        count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
-        for num in (1, 2)
-    ]
+    counts = [count(make_model(config.with_values({"model.layers": num}))) for num in (1, 2)]
     numel, local, trained = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
     return numel, local, trained

@@ -168,7 +168,7 @@ def with_window(config: Config, weights: Weights, needed: int) -> Config:
         seq = min(positions, max(seq, wanted) if weights.is_run else wanted)
     elif config.model.code == "transformers":
         seq = needed
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, seq=seq))
+    return config.with_values({"train.seq": seq})
 
 
 def load(engine: Engine, config: Config, weights: Weights, tell: Tell) -> None:

@@ -75,8 +75,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     """Run one rank of a training run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
     if config.model.folder:
-        folder = source_files.with_kept(config, options.run_dir)
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
+        config = config.with_values({"model.folder": source_files.with_kept(config, options.run_dir)})
     if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
         # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -188,9 +187,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     config = with_whole_steps(with_epochs(config, batches, world))
     cap_device(config)
     chosen = choose_run(config, options, traced)
-    config = dataclasses.replace(
-        chosen.config, train=dataclasses.replace(chosen.config.train, adapt=adapts(config, options))
-    )
+    config = chosen.config.with_values({"train.adapt": adapts(config, options)})
     batches.sequences, batches.accumulate = config.train.batch, config.train.accumulate
     with STARTUP.by_itself("opening the held-out data"):
         held_out = open_held_out(config, batches, open_batches, check=rank == 0)
@@ -278,7 +275,7 @@ def with_choices(config: Config, engine: Engine) -> Config:
     """Return the config with the engine's choice of `compile`, so that a resumed run, even a longer one, keeps it."""
     if config.model.compile != "auto":
         return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, compile=engine.hooks.blocks.on))
+    return config.with_values({"model.compile": engine.hooks.blocks.on})
 
 
 def refuse_check_of_masks(config: Config, options: RunOptions) -> None:

@@ -95,18 +95,16 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         longest = 0 if _given("train.seq", sets, flags) else hugging.max_positions(hugging.read_config(file))
     name = stem or str(values["model_type"])
     config = configs.assemble(configfile.Document(name, {}), sets, flags)
-    train = config.train
     if not _given("train.seq", sets, flags):
         seq = min(longest or DEFAULT_SEQ, DEFAULT_SEQ)
-        train = dataclasses.replace(train, seq=seq)
+        config = config.with_values({"train.seq": seq})
         notes.append(f"seq {seq} (not in the file; set it with --seq)")
     if not _given("train.batch", sets, flags):
-        train = dataclasses.replace(train, batch=1)
+        config = config.with_values({"train.batch": 1})
         notes.append("batch 1 (not in the file; set it with --batch)")
     hint = " (--trace runs transformers' own model)" if hugging.installed() else ""
     if shape is not None and shape.family not in TYPES:
         notes.append(f"{shape.family} is planned as zerocli would build it{hint}; transformers trains it")
-    config = dataclasses.replace(config, train=train)
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
 
 
@@ -168,10 +166,10 @@ def shape_of(model: ModelConfig, seq: int) -> Shape:
     head_dim = 0 if model.head_dim * model.heads == model.hidden else model.head_dim
     normed = (head_dim or model.hidden // model.heads) if model.qk_norm else 0
     alike: dict[str, Any] = {name: getattr(model, name) for name in ALIKE}
+    alike |= {name: model.bias if gpt2 else getattr(model, name) for name in BIASES}
     return Shape(
         model.type or model.family,
         **alike,
-        **{name: model.bias if gpt2 else getattr(model, name) for name in BIASES},
         mlp_hidden=wide,
         kv_heads=0 if model.kv_heads == model.heads else model.kv_heads,
         head_dim=head_dim,
@@ -194,11 +192,12 @@ def model_of(shape: Shape) -> ModelConfig | None:
     if shape.family not in TYPES:
         return None
     gpt2 = shape.family == "gpt2"
-    alike = {name: getattr(shape, name) for name in (*ALIKE, "kv_heads", "mlp_hidden", "dropout", "head_dim")}
+    same_names = (*ALIKE, "kv_heads", "mlp_hidden", "dropout", "head_dim")
+    alike: dict[str, Any] = {name: getattr(shape, name) for name in same_names}
+    alike |= {name: not gpt2 and getattr(shape, name) for name in BIASES}
     model = ModelConfig(
         family="gpt2" if gpt2 else "llama",
         **alike,
-        **{name: not gpt2 and getattr(shape, name) for name in BIASES},
         bias=shape.norm_bias,
         qk_norm=bool(shape.q_norm),
         type="" if shape.family in ("gpt2", "llama") else shape.family,

@@ -99,7 +99,8 @@ class Hardware:
 
     def leaving(self, **shares: float) -> Hardware:
         """Return the machine without these shares of its memory."""
-        return dataclasses.replace(self, **{name: int(getattr(self, name) * (1 - s)) for name, s in shares.items()})
+        left: dict[str, Any] = {name: int(getattr(self, name) * (1 - share)) for name, share in shares.items()}
+        return dataclasses.replace(self, **left)
 
     @property
     def host(self) -> HostTimes:
