@@ -121,7 +121,7 @@ class Change:
     """Estimated seconds of the change."""
 
 
-class Adapter:
+class PlacementAdapter:
     """Watches one rank of a run, and moves its states when all ranks do; every rank makes one."""
 
     def __init__(self, run: Run, chosen: Chosen, setup: Setup, recompute: bool) -> None:

@@ -46,7 +46,7 @@ from zerocli.ranks.startup import STARTUP
 from zerocli.ranks.store import CONNECT_SECONDS
 from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
-from zerocli.run.adapting import Adapter
+from zerocli.run.adapting import PlacementAdapter
 from zerocli.run.automatic import Chosen, adapts, choose_together, with_open_batch
 from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.engines import cap_device, make_engine, resolve
@@ -225,7 +225,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     return run
 
 
-def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> Adapter | None:
+def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> PlacementAdapter | None:
     """Return what changes the placement of a run; None where nothing could be changed without changing a number."""
     engine, config = run.engine, run.config
     if chosen.model is None or (engine.device.type == "cuda" and engine.updater.on_cpu):
@@ -233,7 +233,7 @@ def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> Adapter | No
     compiled = engine.hooks.blocks.on
     setup = dataclasses.replace(run_setup(config), recompute=recompute, compiled=compiled, checkpoints=0)
     try:
-        return Adapter(run, chosen, setup, recompute=chosen.recomputes and not compiled)
+        return PlacementAdapter(run, chosen, setup, recompute=chosen.recomputes and not compiled)
     except UserError as error:
         run.tell(f"note: the placement stays, as there is no plan to compare the run with: {error}")
         return None
