@@ -94,7 +94,7 @@ def replicated_digest(engine) -> str:
     engine.synchronize()
     digest = hashlib.sha256()
     for flat in engine.flats():
-        whole = held.join_parts(engine.collectives, flat, held.read_held(flat, MASTER, engine.device))
+        whole = held.whole_of(engine.collectives, flat.layout.total, held.read_held(flat, MASTER, engine.device))
         digest.update(whole[flat.replicated :].numpy().tobytes())
     return digest.hexdigest()
 

@@ -65,7 +65,7 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     elif given["auto"]:
         verdict = _chosen(ask, planned, setup, hardware, notes)
     else:
-        candidates = search.weigh_all(planned, setup, hardware, stages, offload)
+        candidates = search.weigh_each(planned, search.setups(setup, stages, offload), hardware)
         if offload is None:
             candidates += with_budgets(planned, setup, hardware, stages, search.best_of(candidates))
         best = search.best_of(candidates)

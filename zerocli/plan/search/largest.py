@@ -23,9 +23,9 @@ from zerocli.plan.search.candidates import (
     lightest,
     lightest_setups,
     nearest,
+    setups,
     states_fit,
     weigh,
-    weigh_all,
     weigh_each,
 )
 from zerocli.plan.setup import Setup
@@ -54,7 +54,8 @@ class Search:
 
     def weigh(self, model: Model, setup: Setup) -> list[Candidate]:
         """Return the candidates of a table, and one that is not in it if that is faster, or the only one that fits."""
-        found = weigh_all(model, setup, self.hardware, self.stages, self.offload)  # `auto` leaves the margin itself
+        tried = setups(setup, self.stages, self.offload)
+        found = weigh_each(model, tried, self.hardware)  # `auto` leaves the margin itself
         if self.offload is None and model.whole:
             best = best_of([each.on(self.room) for each in found])
             found += with_budgets(model, setup, self.hardware, self.stages, best)
