@@ -55,6 +55,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"family": "llama", "tie": False}, {"stage": 3}, "8"),
     ({"family": "llama", "tie": False}, {"stage": 2, "recompute": True}, "8"),
     ({"dropout": 0.1}, {"stage": 3, "recompute": True}, "4"),
+    (
+        {"layers": 2, "hidden": 192, "vocab": 2001, "tie": False},
+        {"stage": 3, "gather_buffers": 3, "recompute": True},
+        "4",
+    ),
     ({"family": "llama"}, {"stage": 3, "offload": "cpu"}, "4:q,v"),
     ({"family": "llama"}, {"stage": 2, "offload": "optimizer=cpu", "recompute": 2}, "4:down"),
     ({"layers": 12}, {"stage": 3, "offload": "params=cpu", "accumulate": 2}, "2:up,out"),
