@@ -19,7 +19,7 @@ from zerocli.layout.buffers import (
     update_scratch,
     update_temporaries,
 )
-from zerocli.layout.categories import model_states
+from zerocli.layout.categories import STATES, model_states
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.shards import check_shard_ranks, round_up
 from zerocli.layout.sizes import format_bytes, format_count
@@ -35,7 +35,6 @@ from zerocli.plan.rows import Plan, Row
 from zerocli.plan.setup import Setup
 
 _GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
-WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
 
 
 def check(setup: Setup) -> None:
@@ -137,7 +136,7 @@ def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
     held = model_states(each, setup.stage, setup.shards, setup.width, setup.grad_width, state_width, trained)
     placement = setup.placement()
     rows = []
-    for kind, category in WORDS.items():
+    for kind, category in STATES.items():
         left, split = held[category], getattr(setup.zero, kind)
         formula = _states_formula(category, each if category == "parameters" else trained, setup, split, state_width)
         for share in placement.of(kind):
@@ -185,7 +184,7 @@ def _device_rows(model: Replayable, setup: Setup, peaks: Peaks) -> list[Row]:
         category: _states_formula(
             category, local.get(category, trained), setup, getattr(setup.zero, kind), setup.state_width
         )
-        for kind, category in WORDS.items()
+        for kind, category in STATES.items()
     }
     formulas |= model.formulas(setup) | {
         "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
