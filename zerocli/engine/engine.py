@@ -253,6 +253,7 @@ class Engine:
             sizing=self.sizing,
             events=self.events,
             compiled=self.compiled,
+            waits=self.waits,
         )
 
     def _wrap_modules(self) -> None:

@@ -14,7 +14,7 @@ from zerocli.engine.guards.holders import mark_own
 from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues
 from zerocli.engine.optimizer.piece import PieceUpdate, empty_beside
-from zerocli.engine.streams import StreamEvent
+from zerocli.engine.streams import StreamEvent, Waits
 from zerocli.engine.units.master import REMAINDER, narrow
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.layout.flats import Sizing
@@ -62,8 +62,10 @@ class Slot:
 class ChunkUpdate:
     """Updates chunks wherever their states are."""
 
-    def __init__(self, rule: FlatOptimizer, device: torch.device, sizing: Sizing, pieces: PieceUpdate) -> None:
-        self._device, self._pieces = device, pieces
+    def __init__(
+        self, rule: FlatOptimizer, device: torch.device, sizing: Sizing, pieces: PieceUpdate, waits: Waits
+    ) -> None:
+        self._device, self._pieces, self._waits = device, pieces, waits
         self.on_cpu = sizing.update_on_cpu
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the update's stream: a checkpoint may still be reading them."""
@@ -91,6 +93,7 @@ class ChunkUpdate:
         """Start fetching a chunk's parts into the slot, after the previous chunk's update and write-back."""
         flat, span = chunk.flat, chunk.span
         for transfer in slot.leaving:
+            self._wait_for_host(transfer)
             transfer.wait()
         if slot.used is not None:
             slot.used.wait()
@@ -107,6 +110,12 @@ class ChunkUpdate:
             if name in chunk.passing and store is not None:
                 memory = self._take(chunk, slot, name, store.dtype, span.numel)
                 slot.arriving.append(store.fetch(span.start, memory))
+
+    def _wait_for_host(self, transfer: Transfer) -> None:
+        """Block the host until its part of a transfer has ended: a slow disk is no slow optimizer."""
+        if transfer.holds_host:
+            with self._waits.waiting("transfers"):
+                transfer.wait_for_host()
 
     def _take(self, chunk: Chunk, slot: Slot, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
         place = self.place(chunk.flat)
@@ -125,6 +134,7 @@ class ChunkUpdate:
         flat, span, place = chunk.flat, chunk.span, self.place(chunk.flat)
         self.before_update(flat)
         for transfer in slot.arriving:
+            self._wait_for_host(transfer)
             # The CPU computes at once; no stream orders it after the transfer.
             transfer.wait() if place == self._device else transfer.synchronize()
         if not flat.offloaded and not chunk.arrays:

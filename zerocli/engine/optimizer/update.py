@@ -20,7 +20,7 @@ from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues, WholeRule
 from zerocli.engine.optimizer.piece import PieceUpdate
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.optimizer.whole_update import update_together, update_whole
-from zerocli.engine.streams import SideStream, StreamEvent
+from zerocli.engine.streams import SideStream, StreamEvent, Waits
 from zerocli.engine.units.unit import REPLICATED, Flat
 from zerocli.layout.buffers import slot_widths
 from zerocli.layout.constants import NUM_SLOTS
@@ -41,6 +41,7 @@ class Updater:
         collectives: Shards,
         device: torch.device,
         sizing: Sizing,
+        waits: Waits,
         events: Events = SILENT,
         compiled: CompiledAdam | None = None,
     ) -> None:
@@ -48,7 +49,7 @@ class Updater:
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self._sizing, self.on_cpu, self.compiled = sizing, sizing.update_on_cpu, compiled
         self.pieces = PieceUpdate(rule, device, sizing, compiled)
-        self.chunks = ChunkUpdate(rule, device, sizing, self.pieces)
+        self.chunks = ChunkUpdate(rule, device, sizing, self.pieces, waits)
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._inactive: frozenset[str] = frozenset()
