@@ -21,7 +21,7 @@ import torch
 from zerocli.cli.generate import read_config, with_placement
 from zerocli.run import generate
 from zerocli.run.complete import Sampling, complete
-from zerocli.run.trainer import make_engine, make_model
+from zerocli.run.engines import make_engine, make_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(vocab_size=16384, n_embd=768, n_layer=10, n_head=12, n_positions=1024),

@@ -30,7 +30,7 @@ from zerocli import machine  # noqa: E402
 from zerocli.checkpoint.imports import load_weights  # noqa: E402
 from zerocli.checkpoint.safetensors import Entry, Writer  # noqa: E402
 from zerocli.layout.constants import LOAD_THREADS as MAX_THREADS  # noqa: E402
-from zerocli.run import trainer  # noqa: E402
+from zerocli.run import engines  # noqa: E402
 
 MAX_READ_NBYTES = 32 << 20
 
@@ -130,14 +130,14 @@ def load(folder: Path, code: str, precision: str, stage: int, cold: bool) -> dic
     """Return the seconds of building and loading, and the host memory at the peak beside what is kept."""
     sets = [f"model.code={code}", "train.seq=128", f"train.precision={precision}"]
     config = configs.load(str(folder), sets)
-    trainer.make_model(config)  # imports what it needs
+    engines.make_model(config)  # imports what it needs
     if cold:
         forget(folder)
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")
     Path("/proc/self/clear_refs").write_text("5")
     before, began = status("VmRSS"), time.perf_counter()
-    engine = trainer.make_engine(config, stage=stage, empty=True)
+    engine = engines.make_engine(config, stage=stage, empty=True)
     built = time.perf_counter()
     load_weights(engine, config.train.init_from, config.model)
     if torch.cuda.is_available():

@@ -27,7 +27,7 @@ allocator.choose()
 
 from zerocli import config as configs  # noqa: E402
 from zerocli.checkpoint.imports import load_weights  # noqa: E402
-from zerocli.run import trainer  # noqa: E402
+from zerocli.run import engines  # noqa: E402
 
 CODES = ("zerocli", "transformers")
 
@@ -39,7 +39,7 @@ def measure(folder: str, code: str, given: argparse.Namespace) -> dict[str, Any]
     sets += [f"train.precision={given.precision}", f"offload.placement={given.offload}", "optimizer.lr=1e-6"]
     config = configs.load(folder, [each for each in sets if not each.endswith("=")])
     began = time.perf_counter()
-    engine = trainer.make_engine(config, empty=True)
+    engine = engines.make_engine(config, empty=True)
     load_weights(engine, config.train.init_from, config.model)
     loaded = time.perf_counter() - began
     torch.manual_seed(1)

@@ -36,7 +36,7 @@ from zerocli.engine.api import open_process_group  # noqa: E402
 from zerocli.engine.engine import Engine  # noqa: E402
 from zerocli.files import DirectFile  # noqa: E402
 from zerocli.garbage import long_lived  # noqa: E402
-from zerocli.run import trainer  # noqa: E402
+from zerocli.run import engines  # noqa: E402
 
 CHUNK_NBYTES = 32 << 20
 
@@ -95,7 +95,7 @@ def main() -> int:
     open_process_group()
     folder = Path(tempfile.mkdtemp(prefix="zerocli-saves-", dir=given.dir))
     try:
-        engine = trainer.make_engine(config)
+        engine = engines.make_engine(config)
         with long_lived():
             document = measure(engine, config, folder, given.steps, given.saves)
     finally:

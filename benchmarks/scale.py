@@ -1,14 +1,11 @@
-"""What grows with the number of ranks, and what a step takes on thousands of them.
+"""What grows with the number of ranks, for 8 to 16,384 of them.
 
-    unshare --user --map-root-user --net sh -c 'ip link set lo up && python benchmarks/scale.py growth'
-    python benchmarks/scale.py step llama3-8b    # plain sharding beside groups of a node, 64 to 16,384 ranks
-    python benchmarks/scale.py published         # estimates beside published runs on several nodes
+    unshare --user --map-root-user --net sh -c 'ip link set lo up && python benchmarks/scale.py'
 
-`growth` runs each part for 8 to 16,384 ranks in this process: one real TCPStore with a connection for each rank, the
-heartbeats of all ranks, their exchanges, the plan of a checkpoint and its manifest, and `zerocli fit`. It prints
-seconds (of computing, for checkpoints and `fit`), messages and bytes. (torch looks up the name of each client's
-address: in a network of its own, that fails at once, and no resolver that limits questions delays it.) `step` and
-`published` print estimates; nothing runs on ranks.
+Each part runs in this process: one real TCPStore with a connection for each rank, the heartbeats of all ranks, their
+exchanges, the plan of a checkpoint and its manifest, and `zerocli fit`. It prints seconds (of computing, for
+checkpoints and `fit`), messages and bytes. (torch looks up the name of each client's address: in a network of its own,
+that fails at once, and no resolver that limits questions delays it.)
 """
 
 from __future__ import annotations
@@ -380,157 +377,34 @@ def parts_of(layouts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
-def fit(*arguments: str) -> tuple[dict[str, Any], float]:
-    """Return what `zerocli fit` answers, and its seconds."""
+def fit(*arguments: str) -> float:
+    """Return the seconds in which `zerocli fit` answers."""
     from zerocli.cli.main import run
 
-    out = io.StringIO()
-    with computed() as seconds, contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+    with computed() as seconds, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         run(["fit", *arguments, "--json"])
-    document: dict[str, Any] = json.loads(out.getvalue())
-    return document, seconds()
+    return seconds()
 
 
 def plans(ranks: int) -> Iterator[Row]:
     for words in ((), ("--auto",)):
-        _, seconds = fit("llama3-8b", "--ranks", str(ranks), "--hardware", "h100", *words)
+        seconds = fit("llama3-8b", "--ranks", str(ranks), "--hardware", "h100", *words)
         yield Row(" ".join(["zerocli fit llama3-8b", *words]), ranks, seconds, "one process", 0, 0)
-
-
-# -- a step ------------------------------------------------------------------------------------------------------------
-
-
-def step(model: str, sizes: tuple[int, ...], also: list[str]) -> None:
-    """Print the seconds of a step with all ranks as one group, and with groups of a node."""
-    print(f"fit {model} --stage 3 --hardware h100 {' '.join(also)}; groups of {PER_NODE}: --shard-ranks {PER_NODE}")
-    print(f"{'ranks':>6} | {'plain':>8} {'hidden':>7} {'MFU':>5} | {'groups':>8} {'hidden':>7} {'MFU':>5}")
-    for ranks in sizes:
-        cells = []
-        for words in ((), ("--shard-ranks", str(PER_NODE))):
-            asked = (model, "--stage", "3", "--hardware", "h100", "--ranks", str(ranks), *words, *also)
-            found = fit(*asked)[0]["candidates"][0]["step"]
-            cells.append(f"{found['seconds']:7.3f}s {found['hidden']:6.1%} {found['mfu']:5.1%}")
-        print(f"{ranks:6} | {' | '.join(cells)}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """Runs that others have measured, of one model on several numbers of GPUs."""
-
-    source: str
-    hardware: str
-    flags: str
-    runs: dict[int, tuple[str, float]]
-    """By GPUs: further flags, and what was measured."""
-    what: str = "tokens/s per GPU"
-
-
-MPT13 = "--set model.family=gpt2 --set model.layers=40 --set model.hidden=5120 --set model.heads=40"
-MPT7 = "--set model.family=gpt2 --set model.layers=32 --set model.hidden=4096 --set model.heads=32"
-MPT30 = "--set model.family=gpt2 --set model.layers=48 --set model.hidden=7168 --set model.heads=56"
-MPT = "--set model.vocab=50368 --seq 2048 --stage 3"
-WHOLE, KEEP = "--set activations.policy=recompute", "--set activations.policy=keep"
-SPECTRUM = "--set hardware.network=25"
-"""1600 Gbit/s per node of eight."""
-ZERO = "--set model.family=gpt2 --set model.vocab=50304 --seq 1024 --stage 2 --tp 16 --ranks-per-node 16"
-DGX2 = "--set hardware.network=6.25 --set activations.policy=recompute"
-"""Sixteen GPUs that share eight adapters of 100 Gbit/s."""
-
-PUBLISHED = (
-    Published(
-        *("torchtitan, Llama 3.1 8B, FSDP, selective, eager", "h100", "llama3-8b --stage 3 --batch 2 --seq 8192"),
-        {n: ("--set activations.policy=selective", v) for n, v in {8: 5762.0, 128: 5605.0}.items()},
-    ),
-    Published(
-        *("llm-foundry, MPT 13B, batch 2, kept", "h100", f"gpt2-xl {MPT13} {MPT} --batch 2 {KEEP}"),
-        {n: ("", v) for n, v in {8: 4792.0, 16: 4767.0, 32: 4811.0, 64: 4800.0}.items()},
-    ),
-    Published(
-        *("llm-foundry, MPT 7B, recomputed", "a100-40", f"gpt2-xl {MPT7} {MPT} {WHOLE} {SPECTRUM}"),
-        {
-            n: (f"--batch {batch}", v)
-            for n, batch, v in ((16, 16, 3645.0), (32, 18, 3725.0), (64, 18, 3665.0), (128, 18, 3623.0))
-        },
-    ),
-    Published(
-        *("llm-foundry, MPT 13B, recomputed", "a100-40", f"gpt2-xl {MPT13} {MPT} {WHOLE} {SPECTRUM}"),
-        {
-            n: (f"--batch {batch}", v)
-            for n, batch, v in ((16, 10, 1993.0), (32, 14, 1998.0), (64, 16, 1976.0), (128, 16, 1972.0))
-        },
-    ),
-    Published(
-        *("llm-foundry, MPT 30B, recomputed", "a100-40", f"gpt2-xl {MPT30} {MPT} {WHOLE} {SPECTRUM}"),
-        {32: ("--batch 4", 857.0), 128: ("--batch 6", 865.0)},
-    ),
-    Published(
-        *("Fernandez et al., Llama 2 7B, FSDP (share of the rate at 128)", "h100"),
-        "llama3-8b --set model.vocab=32000 --set model.kv_heads=32 --set model.mlp_hidden=11008 --stage 3 --batch 2 "
-        f"--seq 4096 {KEEP}",
-        {128: ("", 1.0), 2048: ("", 1 - 0.3722)},
-        "share",
-    ),
-    Published(
-        *("ZeRO paper, Figure 2: 100B, MP 16, batch 32", "v100-32", f"gpt2-xl {ZERO} {DGX2}"),
-        {400: ("--set model.layers=125 --set model.hidden=8192 --set model.heads=64 --batch 32", 38.0)},
-        "TFLOPS per GPU",
-    ),
-    Published(
-        *("ZeRO paper, Figure 3: 60B, MP 16", "v100-32", f"gpt2-xl {ZERO} {DGX2}"),
-        {
-            n: (f"--set model.layers=75 --set model.hidden=8192 --set model.heads=32 --batch {batch}", v)
-            for n, batch, v in ((64, 16, 25.0), (400, 64, 38.0))
-        },
-        "TFLOPS per GPU",
-    ),
-)
-
-
-def published() -> None:
-    """Print estimates beside what others have measured, and both relative to the first row of each."""
-    from zerocli.plan.time.hardware import preset
-
-    for each in PUBLISHED:
-        print(f"{each.source} ({each.what})")
-        first: tuple[float, float] | None = None
-        for ranks, (words, measured) in each.runs.items():
-            document, _ = fit(*f"{each.flags} {words} --hardware {each.hardware} --ranks {ranks}".split())
-            found = document["candidates"][0]["step"]
-            estimated = found["tokens_per_second"] / ranks
-            if each.what == "TFLOPS per GPU":
-                estimated = found["mfu"] * preset(each.hardware).tflops
-            first = first or (estimated, measured)
-            if each.what == "share":
-                estimated /= first[0]
-            change, there = estimated / (1.0 if each.what == "share" else first[0]) - 1, measured / first[1] - 1
-            print(
-                f"  {ranks:5} GPUs: measured {measured:8.1f}, estimated {estimated:8.1f}"
-                f" ({estimated / measured - 1:+.0%}); beside the first: measured {there:+.1%}, estimated {change:+.1%};"
-                f" hidden {found['hidden']:.1%}"
-            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("growth", "step", "published"))
-    parser.add_argument("model", nargs="?", default="llama3-8b")
     parser.add_argument("--ranks", default="", help="comma-separated; 8 to 16384")
-    asked, also = parser.parse_known_args()
-    sizes = tuple(map(int, asked.ranks.split(","))) if asked.ranks else RANKS
-    if asked.what == "step":
-        step(asked.model, sizes if asked.ranks else (64, 256, 1024, 4096, 16384), also)
-    elif asked.what == "published":
-        published()
-    else:
-        rows: dict[str, list[Row]] = {}
-        for row in growth(sizes):
-            rows.setdefault(f"{row.part}|{row.where}", []).append(row)
-            print(json.dumps(dataclasses.asdict(row)), flush=True)
-        print()
-        for found in rows.values():
-            print(f"{found[0].part} (seconds: {found[0].where or '-'}; messages, bytes: {found[0].whose or '-'})")
-            for row in found:
-                print(f"  {row.ranks:6}: {row.seconds:11.6f} s {row.messages:12.1f} messages {row.nbytes:16,.0f}")
+    asked = parser.parse_args()
+    rows: dict[str, list[Row]] = {}
+    for row in growth(tuple(map(int, asked.ranks.split(","))) if asked.ranks else RANKS):
+        rows.setdefault(f"{row.part}|{row.where}", []).append(row)
+        print(json.dumps(dataclasses.asdict(row)), flush=True)
+    print()
+    for found in rows.values():
+        print(f"{found[0].part} (seconds: {found[0].where or '-'}; messages, bytes: {found[0].whose or '-'})")
+        for row in found:
+            print(f"  {row.ranks:6}: {row.seconds:11.6f} s {row.messages:12.1f} messages {row.nbytes:16,.0f}")
 
 
 if __name__ == "__main__":

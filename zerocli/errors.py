@@ -32,7 +32,7 @@ class UserError(Exception):
         return "\n".join([*self.lines, f"try: {self.hint}"] if self.hint else self.lines)
 
 
-class Told(UserError):
+class ShownElsewhere(UserError):
     """An error that another rank shows: this rank ends with its exit code, and shows nothing."""
 
 

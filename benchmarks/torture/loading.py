@@ -21,7 +21,7 @@ from zerocli.checkpoint.loader import of_its_step
 from zerocli.engine.engine import Engine
 from zerocli.errors import UserError
 from zerocli.profile.lines import Line
-from zerocli.run import trainer
+from zerocli.run import engines
 from zerocli.run.output.metrics import MetricsFile
 
 CLEAR = (Damaged, Mismatch, Unreadable, UserError, OSError)
@@ -38,8 +38,8 @@ class Fixture:
 
     @classmethod
     def of(cls, run: Path) -> Fixture:
-        config = trainer.resolve(configs.load(str(run / "config.json"), ["train.global_batch=0", "parallel.tp=1"]), 1)
-        engine = trainer.make_engine(config, offload="")
+        config = engines.resolve(configs.load(str(run / "config.json"), ["train.global_batch=0", "parallel.tp=1"]), 1)
+        engine = engines.make_engine(config, offload="")
         states = {}
         for found in Folder(run / "checkpoints").committed():
             load(engine, found.path)

@@ -17,7 +17,7 @@ from zerocli.checkpoint.imports import load_weights
 from zerocli.cli import main as cli
 from zerocli.config import to_dict
 from zerocli.errors import UserError
-from zerocli.run import trainer
+from zerocli.run import engines
 from zerocli.run.folders.resume import start_adapters
 from zerocli.run.steps import micro_step
 
@@ -50,8 +50,8 @@ def opened(folder: Path, code: str, lora: str, sets: list[str]) -> tuple[Any, An
     """Return the config and the engine of a run from a folder, before its first step."""
     whose = ["model.code=transformers"] if code == "transformers" else []
     config = configs.load(str(folder), [*whose, "train.seq=12", "optimizer.lr=0.02", *sets], {"lora.rank": lora})
-    config = trainer.resolve(config, 1)
-    engine = trainer.make_engine(config, stage=3, empty=True)
+    config = engines.resolve(config, 1)
+    engine = engines.make_engine(config, stage=3, empty=True)
     load_weights(engine, config.train.init_from, config.model)
     start_adapters(engine, config, lambda text: None)
     return config, engine

@@ -409,13 +409,13 @@ def test_an_update_waits_until_its_states_have_been_read(tmp_path):
     engine.events.add(Probe(lambda name: name == "checkpoint read" and asked.wait(5)))
     saver = Saver(engine, tmp_path)
     saver.save(2)
-    hold = engine.updater.before_update
+    hold = engine.updater.chunks.before_update
 
     def watch(flat):
         asked.set()
         hold(flat)
 
-    engine.updater.before_update = watch
+    engine.updater.chunks.before_update = watch
     train(engine, model, range(3, 6))
     assert asked.is_set()
     saver.close()

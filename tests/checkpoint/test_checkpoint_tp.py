@@ -13,7 +13,7 @@ from zerocli.checkpoint.manifest import read
 from zerocli.cli import main as cli
 from zerocli.config import to_dict
 from zerocli.models import build
-from zerocli.run import trainer
+from zerocli.run import engines
 
 
 def everything(engine):
@@ -24,7 +24,7 @@ def everything(engine):
 
 def make(sets, **settings):
     config = config_of([*sets, "model.vocab=62"])
-    return config, trainer.make_engine(config, **settings)
+    return config, engines.make_engine(config, **settings)
 
 
 def step(engine, number: int) -> float:

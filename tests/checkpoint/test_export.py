@@ -29,12 +29,12 @@ from zerocli.checkpoint.imports import load_weights
 from zerocli.cli import main as cli
 from zerocli.config import to_dict
 from zerocli.errors import UserError
-from zerocli.run import trainer
+from zerocli.run import engines
 
 
 def saved_run(folder: str, sets: list[str], stage: int) -> dict[str, torch.Tensor]:
     config = config_of(sets)
-    engine = trainer.make_engine(config, stage=stage)
+    engine = engines.make_engine(config, stage=stage)
     state = noisy(engine)
     saver = Saver(engine, Path(folder) / "checkpoints", asynchronous=False)
     saver.save(7, {"config": to_dict(config), "samples": 0})
@@ -76,7 +76,7 @@ def test_exports_have_hugging_face_names_and_layouts_and_start_a_run_bit_for_bit
 
 def loaded_run(path: str, sets: list[str], stage: int) -> dict[str, torch.Tensor]:
     config = config_of(sets)
-    engine = trainer.make_engine(config, stage=stage)
+    engine = engines.make_engine(config, stage=stage)
     assert "Hugging Face" in load_weights(engine, path, config.model)
     return engine.state_dict()
 
@@ -87,7 +87,7 @@ def test_transformers_computes_the_same_loss(tmp_path, name):
     state = saved_run(str(tmp_path / "run"), MODELS[name], 0)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    ours = trainer.make_model(config_of(MODELS[name]), "cpu").eval()
+    ours = engines.make_model(config_of(MODELS[name]), "cpu").eval()
     ours.load_state_dict(state)
     tokens = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_bf16_is_a_rounding_of_what_was_saved(tmp_path):
 
 def test_what_fp16_cannot_hold_is_refused_not_made_infinite(tmp_path, capsys):
     config = config_of(MODELS["llama"])
-    engine = trainer.make_engine(config)
+    engine = engines.make_engine(config)
     state = noisy(engine)
     state["blocks.1.norm2.weight"][3] = -7e4
     engine.load_state_dict(state)
@@ -148,7 +148,7 @@ def test_other_models_keep_their_own_names(tmp_path):
 def test_a_tier_that_is_not_installed_here_does_not_prevent_an_export(tmp_path):
     """Placement does not change weights, so the saved `offload` section is not read."""
     config = config_of(MODELS["llama"])
-    engine = trainer.make_engine(config)
+    engine = engines.make_engine(config)
     state = noisy(engine)
     saved = to_dict(config)
     saved["offload"] |= {"placement": "optimizer=cellar", "no_such_key": 1}
@@ -232,7 +232,7 @@ def damage(shard: Path) -> None:
 
 def test_the_newest_whole_checkpoint_is_exported_though_damage_is_met_on_the_way(tmp_path, capsys):
     config = config_of(MODELS["llama"])
-    engine = trainer.make_engine(config)
+    engine = engines.make_engine(config)
     saver = Saver(engine, tmp_path / "run/checkpoints", asynchronous=False, keep=3)
     for step in (1, 2, 3):
         saver.save(step, {"config": to_dict(config), "samples": 0})
@@ -271,7 +271,7 @@ def test_an_export_removes_nothing_and_fills_a_folder_that_is_there(tmp_path, mo
 
 def test_an_export_of_a_config_that_is_not_the_models_is_refused(tmp_path, capsys):
     config = config_of(MODELS["llama"])
-    engine = trainer.make_engine(config)
+    engine = engines.make_engine(config)
     for number, change in enumerate((1, 3, 10**4)):
         saver = Saver(engine, tmp_path / f"{number}/checkpoints", asynchronous=False)
         told = to_dict(config)
@@ -390,7 +390,7 @@ def test_quantized_weights_are_refused_and_unused_ones_are_said(tmp_path):
     saved_run(str(tmp_path / "run"), MODELS["llama"], 0)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     fewer = config_of([*MODELS["llama"], "model.layers=1"])
-    said = load_weights(trainer.make_engine(fewer), str(tmp_path / "out"), fewer.model)
+    said = load_weights(engines.make_engine(fewer), str(tmp_path / "out"), fewer.model)
     assert re.search(r"not used: model\.layers\.1\.\S+, .* and 5 more", said), said
     weights = read_back(tmp_path / "out")
     config = config_of(MODELS["llama"])
@@ -400,7 +400,7 @@ def test_quantized_weights_are_refused_and_unused_ones_are_said(tmp_path):
         folder.mkdir()
         weights_file(folder / "model.safetensors", **weights)
         with pytest.raises(UserError, match=r"model\.norm\.weight is \w+: quantized"):
-            load_weights(trainer.make_engine(config), str(folder), config.model)
+            load_weights(engines.make_engine(config), str(folder), config.model)
 
 
 def test_weights_of_mixed_types_are_each_read_as_they_are(tmp_path):
@@ -411,7 +411,7 @@ def test_weights_of_mixed_types_are_each_read_as_they_are(tmp_path):
     (tmp_path / "mixed").mkdir()
     weights_file(tmp_path / "mixed/model.safetensors", **weights)
     config = config_of(MODELS["llama"])
-    engine = trainer.make_engine(config)
+    engine = engines.make_engine(config)
     load_weights(engine, str(tmp_path / "mixed"), config.model)
     wanted = expected(engine.state_dict(), config)
     assert all(torch.equal(wanted[name], value.float()) for name, value in weights.items())
@@ -430,6 +430,6 @@ def test_weights_of_another_shape_are_named(tmp_path):
     saved_run(str(tmp_path / "run"), MODELS["llama"], 0)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     config = config_of([*MODELS["llama"], "model.vocab=70", "model.layers=3"])
-    engine = trainer.make_engine(config)
+    engine = engines.make_engine(config)
     with pytest.raises(UserError, match=r"embed_tokens.weight has shape \[61, 32\], not \[70, 32\]"):
         load_weights(engine, str(tmp_path / "out"), config.model)

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from zerocli import config as configs
 from zerocli.checkpoint.imports import load_weights
 from zerocli.checkpoint.safetensors import Entry, Writer
-from zerocli.run import trainer
+from zerocli.run import engines
 
 SHAPE = dict(
     model_type="llama", vocab_size=64_000, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
@@ -55,9 +55,9 @@ def load(folder: str, code: str, stage: int, precision: str) -> tuple[int, int, 
     sets += ["optimizer.name=sgd", "optimizer.momentum=0"]  # no states: the parameters dominate
     config = configs.load(folder, sets)
     if code == "transformers":
-        trainer.make_model(config)  # imports transformers
+        engines.make_model(config)  # imports transformers
     with peak() as found:
-        engine = trainer.make_engine(config, stage=stage, empty=True)
+        engine = engines.make_engine(config, stage=stage, empty=True)
         load_weights(engine, config.train.init_from, config.model)
     own = sum(flat.own.numel * (flat.dtype.itemsize + 2 * flat.split) for flat in engine.flats())
     with torch.no_grad():

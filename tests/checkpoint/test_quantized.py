@@ -21,7 +21,7 @@ from zerocli.config import quantized as quantization
 from zerocli.engine.units.codecs import NF4, encode
 from zerocli.errors import UserError
 from zerocli.layout.codecs import GRAIN
-from zerocli.run import trainer
+from zerocli.run import engines
 from zerocli.run.steps import micro_step
 
 GPTQ, AWQ = {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4, "version": "GEMM"}
@@ -370,8 +370,8 @@ def steps(folder: Path, base: str, run: Path | None = None) -> tuple[list[float]
     """Train two steps of adapters beside a folder; return the losses and all parameters."""
     flags = {"lora.rank": "4", "lora.base": base}
     config = configs.load(str(folder), ["train.seq=12", "train.precision=bf16", "optimizer.lr=0.02"], flags)
-    config = trainer.resolve(config, 1)
-    engine = trainer.make_engine(config, stage=3, empty=True)
+    config = engines.resolve(config, 1)
+    engine = engines.make_engine(config, stage=3, empty=True)
     said = load_weights(engine, config.train.init_from, config.model)
     assert ("decoded from" in said) == ("quantization_config" in (folder / "config.json").read_text())
     batch, losses = hf_folders.tokens(), []

@@ -25,7 +25,7 @@ from zerocli.engine.api import settings_of
 from zerocli.engine.settings import Keywords, Settings
 from zerocli.errors import UserError
 from zerocli.plan.setup import Setup, setup_of
-from zerocli.run import trainer
+from zerocli.run import engines
 
 some = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SHARED = {each.name for each in dataclasses.fields(Sharding)}
@@ -63,9 +63,9 @@ def raise_settings(model: nn.Module, asked: Settings) -> Any:
 
 def engine_settings(monkeypatch: pytest.MonkeyPatch, config: Config) -> Settings:
     """Return the settings of the engine that a run of this config trains with."""
-    monkeypatch.setattr(trainer, "Engine", raise_settings)
+    monkeypatch.setattr(engines, "Engine", raise_settings)
     with pytest.raises(Caught) as caught:
-        trainer.make_engine(config, nn.Linear(2, 2))
+        engines.make_engine(config, nn.Linear(2, 2))
     return caught.value.args[0]
 
 
@@ -164,7 +164,7 @@ def test_trainer_and_plan_divide_a_global_batch_by_one_rule():
         flags = {"parallel.ranks": ranks, "parallel.tp": tp, "train.batch": batch, "train.accumulate": 3}
         config = load("tiny", [f"train.global_batch={total}"], flags)
         found = []
-        for divide in (lambda c, n: trainer.resolve(c, n).train, lambda c, n: setup_of(c, ranks=n)):
+        for divide in (lambda c, n: engines.resolve(c, n).train, lambda c, n: setup_of(c, ranks=n)):
             try:
                 found.append(divide(config, ranks).accumulate)
             except UserError as error:

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 import zerocli
 from zerocli import machine
-from zerocli.engine.comm import Collectives
 from zerocli.engine.optimizer import compiled_update, update_place
 from zerocli.engine.optimizer.compiled_update import CompiledAdam, Unavailable, open_compiled
-from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.optim import FusedAdam, FusedSGD, Group, StepValues
-from zerocli.engine.optimizer.update import Updater
+from zerocli.engine.optimizer.piece import PieceUpdate
 from zerocli.engine.units.master import REMAINDER, narrow, split
 from zerocli.engine.units.unit import MASTER
 from zerocli.layout.flats import Sizing
@@ -103,8 +101,8 @@ def test_compiled_updates_have_the_bits_of_torchs(
         own = {name: array.clone() for name, array in arrays.items()}
         out = None if target is None else target.clone()
         sizing = Sizing(STAGES[1], device="cpu", update_on_cpu=True, split_master=stored == "split")
-        updater = Updater(rule, Counts(CPU), Collectives.alone(CPU), CPU, sizing, compiled=compiled)
-        updater.update_piece(slice(0, numel), own, grad.clone(), out, step, group, step.at(0))
+        pieces = PieceUpdate(rule, CPU, sizing, compiled)
+        pieces.update(slice(0, numel), own, grad.clone(), out, step, group, step.at(0))
         return own, out
 
     before = torch.get_num_threads()

@@ -19,7 +19,7 @@ from zerocli.config import Config, hub, to_dict
 from zerocli.engine.engine import Engine
 from zerocli.errors import Refused, UserError
 from zerocli.models import build_model, transformers_model
-from zerocli.run import trainer
+from zerocli.run import engines
 from zerocli.run.steps import micro_step
 
 transformers = pytest.importorskip("transformers", reason="transformers is an optional extra")
@@ -29,7 +29,7 @@ Case = tuple[torch.Tensor, torch.Tensor, list[float]]
 
 def opened(folder: str, stage: int, *sets: str, **changes: Any) -> tuple[Config, Engine]:
     config = configs.load(folder, [*THEIRS, "train.seq=12", "optimizer.lr=0.01", *sets])
-    engine = trainer.make_engine(config, stage=stage, empty=True, **changes)
+    engine = engines.make_engine(config, stage=stage, empty=True, **changes)
     load_weights(engine, config.train.init_from, config.model)
     return config, engine
 
@@ -226,7 +226,7 @@ def test_dropout_of_the_config_counts(tmp_path):
 
 def random_start(path: str, stage: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     config = configs.load(path, [*THEIRS, "train.seq=12", "train.seed=7"])
-    engine = trainer.make_engine(config, stage=stage)
+    engine = engines.make_engine(config, stage=stage)
     with torch.no_grad():
         return engine.state_dict(), engine.model.eval()(tokens()[:, :-1])
 
@@ -263,13 +263,13 @@ def test_folders_that_cannot_be_loaded_get_the_fact(there, tmp_path):
         wrong = json.loads((there / "qwen3/config.json").read_text()) | {"vocab_size": 130}
         (tmp_path / "config.json").write_text(json.dumps(wrong))
         config = configs.load(str(tmp_path / "config.json"), THEIRS)
-        load_weights(trainer.make_engine(config), str(there / "qwen3"), config.model)
+        load_weights(engines.make_engine(config), str(there / "qwen3"), config.model)
     with pytest.raises(UserError, match="t5 is an encoder-decoder"):
         (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-        trainer.make_model(configs.load(str(tmp_path / "config.json")))
+        engines.make_model(configs.load(str(tmp_path / "config.json")))
     with pytest.raises(UserError, match="bert attends to both sides"):
         (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-        trainer.make_model(configs.load(str(tmp_path / "config.json")))
+        engines.make_model(configs.load(str(tmp_path / "config.json")))
 
 
 def test_a_tied_weight_may_be_stored_twice_if_it_is_the_same(tmp_path):

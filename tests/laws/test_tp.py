@@ -31,7 +31,7 @@ from zerocli.errors import UserError
 from zerocli.models import build
 from zerocli.models.loss import IGNORED, linear_cross_entropy
 from zerocli.models.parallel import _Part
-from zerocli.run import trainer
+from zerocli.run import dry_run, engines, trainer
 
 # The first is what the others are compared with.
 CASES = {
@@ -94,7 +94,7 @@ def replicated_digest(engine) -> str:
     engine.synchronize()
     digest = hashlib.sha256()
     for flat in engine.flats():
-        whole = held.join_parts(engine.collectives, flat, held.read_held(flat, MASTER, engine.device))
+        whole = held.whole_of(engine.collectives, flat.layout.total, held.read_held(flat, MASTER, engine.device))
         digest.update(whole[flat.replicated :].numpy().tobytes())
     return digest.hexdigest()
 
@@ -458,7 +458,7 @@ def test_a_mistaken_degree_is_a_users_error():
 
 def test_a_dry_run_counts_what_a_rank_would_hold(capsys):
     config = load("tiny", sets=["train.precision=fp32"], flags={"parallel.tp": 2, "parallel.ranks": 8, "zero.stage": 3})
-    assert trainer.dry_run(config, RunOptions("", json=True)) == 0
+    assert dry_run.dry_run(config, RunOptions("", json=True)) == 0
     document = json.loads(capsys.readouterr().out)
     local = local_numel(build(config.model, config.train.seq, "meta"), 2)
     assert document["parameters"] / 2 < local < 0.6 * document["parameters"]
@@ -467,9 +467,9 @@ def test_a_dry_run_counts_what_a_rank_would_hold(capsys):
 
 def test_the_global_batch_counts_data_parallel_ranks():
     config = load("tiny", sets=["train.global_batch=12"], flags={"parallel.tp": 2, "train.batch": 2})
-    assert trainer.resolve(config, 4).train.accumulate == 3
+    assert engines.resolve(config, 4).train.accumulate == 3
     with pytest.raises(UserError, match=r"12 is not a multiple of batch 2 x 4 data-parallel ranks = 8"):
-        trainer.resolve(config, 8)
+        engines.resolve(config, 8)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from zerocli import config as configs
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.search import adapt
-from zerocli.plan.search.adapt import Measured, Option, Watch, decide
+from zerocli.plan.search.adapt import Measured, Option, StepWindows, decide
 from zerocli.plan.search.auto import choose
 from zerocli.plan.search.candidates import weigh
 from zerocli.plan.setup import setup_of
@@ -20,10 +20,10 @@ from zerocli.plan.time.hardware import PRESETS
 PLANNED = Measured(1.0, 0.7, {"pcie": 0.5, "nvme": 0.6}, {"hbm": 1000, "nvme": 5000})
 
 
-def noticed(watch: Watch, first: int, last: int, measured: Measured) -> str:
+def noticed(windows: StepWindows, first: int, last: int, measured: Measured) -> str:
     """Add steps; return the first reason to plan again, and the step."""
     for step in range(first, last + 1):
-        if reason := watch.add(step, measured):
+        if reason := windows.add(step, measured):
             return f"{step}: {reason}"
     return ""
 
@@ -42,35 +42,35 @@ def noticed(watch: Watch, first: int, last: int, measured: Measured) -> str:
     ],
 )
 def test_what_differs_by_more_than_a_tolerance_is_noticed_after_a_window(changes, words):
-    found = noticed(Watch(PLANNED), 1, 40, dataclasses.replace(PLANNED, **changes))
+    found = noticed(StepWindows(PLANNED), 1, 40, dataclasses.replace(PLANNED, **changes))
     assert words in found and bool(words) == bool(found)
     if words:
         assert found.startswith(f"{adapt.SETTLING + adapt.WINDOW}: ")
 
 
 def test_one_slow_step_is_no_reason():
-    watch = Watch(PLANNED)
+    windows = StepWindows(PLANNED)
     for step in range(1, 200):
         slow = dataclasses.replace(PLANNED, seconds=9.0 if step % 4 == 0 else 1.0)
-        assert watch.add(step, slow) == ""
+        assert windows.add(step, slow) == ""
 
 
 def test_after_nothing_better_was_found_only_another_difference_counts():
-    watch, slow = Watch(PLANNED), dataclasses.replace(PLANNED, seconds=2.0)
-    assert noticed(watch, 1, 20, slow)
-    watch.keep(7)
-    assert not noticed(watch, 8, 40, slow)
-    assert noticed(watch, 41, 60, dataclasses.replace(PLANNED, seconds=3.0))
+    windows, slow = StepWindows(PLANNED), dataclasses.replace(PLANNED, seconds=2.0)
+    assert noticed(windows, 1, 20, slow)
+    windows.keep(7)
+    assert not noticed(windows, 8, 40, slow)
+    assert noticed(windows, 41, 60, dataclasses.replace(PLANNED, seconds=3.0))
 
 
 def test_a_load_that_comes_and_goes_changes_a_run_at_most_once_in_fifty_steps():
     for period in (3, 7, 20, 51):
-        watch, changes = Watch(PLANNED), []
+        windows, changes = StepWindows(PLANNED), []
         for step in range(1, 1000):
             seconds = random.Random(step).uniform(0.98, 1.02) * (4.0 if step // period % 2 else 1.0)
             measured = dataclasses.replace(PLANNED, seconds=seconds, busy={"pcie": seconds / 2, "nvme": seconds})
-            if watch.add(step, measured):  # as if every search found something better
-                watch.change(step, measured)
+            if windows.add(step, measured):  # as if every search found something better
+                windows.change(step, measured)
                 changes.append(step)
         assert all(later - earlier >= adapt.PAYBACK for earlier, later in zip(changes, changes[1:], strict=False))
         assert changes
@@ -98,10 +98,10 @@ STAY = Option("stay", 1.0)
 )
 def test_a_change_pays_for_itself_or_is_not_made(options, steps, chosen):
     """The plan says 1 s for the current placement, which was measured to take 4: estimates of others are scaled."""
-    verdict = decide(Measured(4.0, 1.0), STAY, options, steps)
-    assert (verdict.option.name if verdict.option else None) == chosen and verdict.reason
+    decision = decide(Measured(4.0, 1.0), STAY, options, steps)
+    assert (decision.option.name if decision.option else None) == chosen and decision.reason
     if chosen is not None:
-        assert verdict.seconds == pytest.approx(4 * verdict.option.seconds)
+        assert decision.seconds == pytest.approx(4 * decision.option.seconds)
 
 
 def test_a_plan_that_is_wrong_about_two_placements_does_not_swing_between_them():
@@ -111,10 +111,10 @@ def test_a_plan_that_is_wrong_about_two_placements_does_not_swing_between_them()
     for _ in range(20):
         measured = Measured(true[now], true[now])
         options = [Option(each, planned[each], measured=left.get(each, 0.0)) for each in true]
-        verdict = decide(measured, next(each for each in options if each.name == now), options, 1000)
-        if verdict.option is not None:
+        decision = decide(measured, next(each for each in options if each.name == now), options, 1000)
+        if decision.option is not None:
             left[now] = true[now]
-            now = verdict.option.name
+            now = decision.option.name
             left.pop(now, None)
             path.append(now)
     assert path == ["a", "b", "a"]
@@ -145,7 +145,7 @@ def planned_on(room: float, **rates: float):
 def test_a_plan_that_measures_as_planned_stays():
     hardware, best, planned = planned_on(2.2)
     again = adapt.plan_again(MODEL, best.setup, hardware, planned, 1000, True)
-    assert again.verdict.option is None
+    assert again.decision.option is None
     for name in ("pcie", "disk", "hbm", "host_block"):
         assert getattr(again.hardware, name) == pytest.approx(getattr(hardware, name), rel=1e-6)
 
@@ -159,11 +159,11 @@ def test_a_slow_link_has_the_run_move_to_what_a_fresh_choice_takes():
     again = adapt.plan_again(MODEL, best.setup, hardware, measured, 1000, True)
     fresh = choose(MODEL, dataclasses.replace(best.setup, recompute="auto"), true, (3,)).best
     assert again.hardware.pcie == pytest.approx(true.pcie, rel=1e-6)
-    assert again.verdict.option is not None and fresh is not None
+    assert again.decision.option is not None and fresh is not None
     moved = weigh(MODEL, again.setup, true)
     assert there.cost - moved.cost >= 0.5 * (there.cost - fresh.cost) > 0.05 * there.cost
     settled = adapt.planned_steps(moved, MODEL, true)
-    assert adapt.plan_again(MODEL, again.setup, again.hardware, settled, 1000, True).verdict.option is None
+    assert adapt.plan_again(MODEL, again.setup, again.hardware, settled, 1000, True).decision.option is None
 
 
 @pytest.mark.long
@@ -172,7 +172,7 @@ def test_more_and_less_memory_than_planned_move_the_budget():
     for room, grows in ((3.2, True), (1.9, False)):
         rooms = {**planned.rooms, "hbm": int(room * 2**30)}
         again = adapt.plan_again(MODEL, best.setup, hardware, dataclasses.replace(planned, rooms=rooms), 1000, True)
-        assert again.verdict.option is not None
+        assert again.decision.option is not None
         needed = weigh(MODEL, again.setup, hardware).plan.needed("hbm")
         assert needed <= rooms["hbm"] and (needed > weigh(MODEL, best.setup, hardware).plan.needed("hbm")) == grows
 

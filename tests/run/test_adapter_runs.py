@@ -16,7 +16,7 @@ from zerocli.checkpoint.safetensors import Weights
 from zerocli.cli import main as cli
 from zerocli.cli.generate import read_config
 from zerocli.run import generate
-from zerocli.run.trainer import make_engine, make_model
+from zerocli.run.engines import make_engine, make_model
 
 LORA = ("lora.rank=2", "optimizer.schedule=constant", "optimizer.lr=0.01", "checkpoint.keep=9")
 

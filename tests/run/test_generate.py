@@ -25,7 +25,7 @@ from zerocli.data.texts import Codec, end_ids, open_codec
 from zerocli.errors import UserError
 from zerocli.run import generate
 from zerocli.run.complete import Sampling, choose, complete
-from zerocli.run.trainer import make_engine, make_model
+from zerocli.run.engines import make_engine, make_model
 
 SHAPE = ["model.hidden=32", "train.seq=32", "train.steps=3", "checkpoint.every=3"]
 GIVEN = {"precision": "fp32", "stage": None, "offload": None, "sets": ()}

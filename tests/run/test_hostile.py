@@ -286,7 +286,7 @@ def test_a_model_of_millions_of_layers_is_refused_at_once(capfd):
 def test_a_dry_run_counts_what_is_built(family, tp):
     from zerocli import config as configs
     from zerocli.engine.tensor_parallel import local_numel
-    from zerocli.run.trainer import count_parameters, make_model
+    from zerocli.run.engines import count_parameters, make_model
 
     config = configs.load("tiny", [f"model.family={family}", "model.layers=5", f"parallel.tp={tp}"])
     model = make_model(config)

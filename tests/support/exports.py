@@ -8,7 +8,7 @@ import torch
 
 from zerocli import config as configs
 from zerocli.checkpoint import safetensors
-from zerocli.run import trainer
+from zerocli.run import engines
 
 SHAPE = (
     "model.layers=2 model.hidden=32 model.heads=4 model.vocab=61 model.mlp_hidden=40 train.seq=16 train.batch=2".split()
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def config_of(sets: list[str]) -> configs.Config:
-    return trainer.resolve(configs.load("tiny", [*SHAPE, *sets]), 1)
+    return engines.resolve(configs.load("tiny", [*SHAPE, *sets]), 1)
 
 
 def noisy(engine) -> dict[str, torch.Tensor]:

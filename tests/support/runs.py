@@ -83,7 +83,7 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(said_to, "w", buffering=1) as said, contextlib.redirect_stderr(said):
         from zerocli.engine.events import Probe
-        from zerocli.errors import Told, UserError
+        from zerocli.errors import ShownElsewhere, UserError
         from zerocli.run import trainer
 
         try:
@@ -91,7 +91,7 @@ def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given:
             events = (Probe(probe), *given.pop("events", ()))
             code = trainer.work(config, RunOptions(folder, events=events, **given))
         except UserError as error:
-            if not isinstance(error, Told):
+            if not isinstance(error, ShownElsewhere):
                 print(error.render(), file=sys.stderr)
             code = error.exit_code
         except BaseException:

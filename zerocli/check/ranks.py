@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import gc
@@ -31,9 +30,9 @@ from zerocli.engine.precision import precision
 from zerocli.errors import DOES_NOT_FIT, FAILURE, USAGE, Refused, UserError
 from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
+from zerocli.run.engines import cap_device, make_engine, make_model, resolve
 from zerocli.run.output import report
 from zerocli.run.steps import micro_step
-from zerocli.run.trainer import cap_device, make_engine, make_model, resolve
 
 Result = dict[str, Any]
 GRACE_SECONDS = 10.0
@@ -119,14 +118,9 @@ class Ranks:
         return start
 
     def _engine(self, row: Row) -> Engine:
-        config = self.config
-        config = dataclasses.replace(
-            config,
-            zero=dataclasses.replace(config.zero, stage=row.stage),
-            offload=dataclasses.replace(config.offload, placement=read_placement(row.offload)),
-            activations=dataclasses.replace(config.activations, policy="recompute" if row.recompute else "keep"),
-            model=dataclasses.replace(config.model, compile=row.compiled),
-        )
+        values = {"zero.stage": row.stage, "offload.placement": read_placement(row.offload)}
+        values["activations.policy"] = "recompute" if row.recompute else "keep"
+        config = self.config.with_values({**values, "model.compile": row.compiled})
         model = self._whole_model() if self.built == "cpu" else make_model(config)
         engine = make_engine(config, model, empty=bool(config.train.init_from))
         if config.train.init_from:

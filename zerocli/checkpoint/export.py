@@ -146,7 +146,7 @@ def _export_adapters(
     config = _config(manifest)
     assert config is not None
     if base:
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=base))
+        config = config.with_values({"train.init_from": base})
     if merge:
         return write_merged(path, manifest, config, out, dtype, file_nbytes)
     return write_adapters(path, manifest, config, out, dtype)

@@ -103,7 +103,7 @@ class Saver:
         if not self._asynchronous:
             self._write(writer, snapshot, step, began)
             return
-        self._engine.updater.before_update = snapshot.hold_update
+        self._engine.updater.chunks.before_update = snapshot.hold_update
         run = (writer, snapshot, step, began)
         self._thread = threading.Thread(target=self._write, args=run, name="zerocli-saver", daemon=True)
         self._thread.start()
@@ -168,7 +168,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._engine.updater.before_update = lambda flat: None
+        self._engine.updater.chunks.before_update = lambda flat: None
 
     def close(self) -> None:
         """Wait for the running save and free the buffer."""

@@ -22,6 +22,7 @@ from zerocli import machine
 from zerocli.check import table
 from zerocli.check.rows import Checklist, choose_rows
 from zerocli.cli.train import BASE_HELP, KEYS, arguments
+from zerocli.config.schema import get
 from zerocli.console import say, show, show_json
 from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, UserError
 from zerocli.layout.sizes import format_bytes
@@ -163,21 +164,17 @@ def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any
     said = {text.partition("=")[0].strip() for text in sets} | {
         key for key, value in flags.items() if value is not None
     }
-    train = config.train
-    if "train.batch" not in said:
-        train = dataclasses.replace(train, batch=min(train.batch, LARGEST["train.batch"]))
-    if "train.seq" not in said:
-        train = dataclasses.replace(train, seq=min(train.seq, LARGEST["train.seq"]))
-    if "train.global_batch" not in said and train.global_batch:
-        train = dataclasses.replace(train, global_batch=0, accumulate=2)
-    return dataclasses.replace(config, train=train)
+    values = {key: min(get(config, key), most) for key, most in LARGEST.items() if key not in said}
+    if "train.global_batch" not in said and config.train.global_batch:
+        values |= {"train.global_batch": 0, "train.accumulate": 2}
+    return config.with_values(values)
 
 
 def _without_auto(config: configs.Config) -> configs.Config:
     """Return the config with activations kept instead of `auto`: each row says itself whether blocks are recomputed."""
     if config.activations.policy != configs.AUTO:
         return config
-    return dataclasses.replace(config, activations=dataclasses.replace(config.activations, policy="keep"))
+    return config.with_values({"activations.policy": "keep"})
 
 
 def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
@@ -241,13 +238,10 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
         whole = 16 * numel  # parameters, gradients and Adam's two moments; activations are not known
     else:
         numel = run_shape(config).numel
-        alone = dataclasses.replace(
-            config,
-            parallel=dataclasses.replace(config.parallel, ranks=1, tp=1, shard_ranks=0),
-            zero=dataclasses.replace(config.zero, stage=0),
-            offload=dataclasses.replace(config.offload, placement=Placement()),
+        alone = {"parallel.ranks": 1, "parallel.tp": 1, "parallel.shard_ranks": 0, "zero.stage": 0}
+        plan = plan_config(
+            config.with_values({**alone, "offload.placement": Placement()}), "cuda" if num_gpus else "cpu"
         )
-        plan = plan_config(alone, "cuda" if num_gpus else "cpu")
         assert plan is not None
         whole = plan.needed("hbm")
     # fp32 copies on the host: initial values, the unsharded run's parameters and moments, and each rank's of a row.
@@ -279,7 +273,7 @@ def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> t
         where = ", ".join(paths)
         tell(f"no nvme rows: {format_bytes(needed)} needed, {format_bytes(free)} free in {where} (--nvme-path)")
         return config, False
-    return dataclasses.replace(config, offload=dataclasses.replace(config.offload, nvme_path=paths)), True
+    return config.with_values({"offload.nvme_path": paths}), True
 
 
 # -- running it --------------------------------------------------------------------------------------------------------
@@ -321,7 +315,7 @@ def _be_rank(
     from zerocli.check import ranks
 
     if not config.offload.nvme_path:
-        config = dataclasses.replace(config, offload=dataclasses.replace(config.offload, nvme_path=(str(folder),)))
+        config = config.with_values({"offload.nvme_path": (str(folder),)})
 
     def keep(entry: dict[str, Any]) -> None:
         _keep(folder, entry)

@@ -24,6 +24,7 @@ from zerocli.plan.rows import Row
 from zerocli.plan.search import automatic, largest
 from zerocli.plan.search import candidates as search
 from zerocli.plan.search.auto import kind_of, with_budgets, with_margins
+from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 
@@ -37,8 +38,7 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     source, given = ask.source, ask.given
     hardware = dataclasses.replace(hardware, **ask.rates)
     if ask.largest == "batch":  # the config's own batch need not divide a global batch
-        train = dataclasses.replace(source.config.train, batch=1)
-        source = dataclasses.replace(source, config=dataclasses.replace(source.config, train=train))
+        source = dataclasses.replace(source, config=source.config.with_values({"train.batch": 1}))
     free = free_keys(given) if given["auto"] else frozenset()
     setup, more = choose_setup(source, given, hardware, ask.runtime, free)
     setup = dataclasses.replace(setup, saves_elsewhere=not hardware.nvme_space)
@@ -65,7 +65,7 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     elif given["auto"]:
         verdict = _chosen(ask, planned, setup, hardware, notes)
     else:
-        candidates = search.weigh_all(planned, setup, hardware, stages, offload)
+        candidates = search.weigh_each(planned, search.setups(setup, stages, offload), hardware)
         if offload is None:
             candidates += with_budgets(planned, setup, hardware, stages, search.best_of(candidates))
         best = search.best_of(candidates)
@@ -94,7 +94,7 @@ def _largest(
 ) -> Verdict:
     """Return the verdict on the largest model, batch or sequence."""
     count = largest.largest_count(setup, hardware, stages, offload)
-    room = largest.with_margin(hardware) if planned.resizable else hardware
+    room = hardware.leaving(gpu_memory=MARGIN, host_memory=MARGIN) if planned.resizable else hardware
     found = largest.find(
         ask.largest,
         planned,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import sys
@@ -123,11 +122,10 @@ def with_placement(config: configs.Config, ranks: int, stage: int | None) -> con
     tiers = {share.tier for share in placement.shares.get("parameters", ())} | {placement.policy or "dram"}
     if placement and ranks == 1 and tiers <= {"hbm", "dram"} and not machine.gpus():
         say(f"offload {placement}: no GPU, so the weights are in host memory anyway")
-        config = dataclasses.replace(config, offload=dataclasses.replace(config.offload, placement=Placement()))
         placement, stage = Placement(), 0
     stage = stage if stage is not None else 3 if ranks > 1 or placement else 0
     configs.refuse_placement(placement, stage)
-    return dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=stage))
+    return config.with_values({"zero.stage": stage, "offload.placement": placement})
 
 
 def find(source: str) -> bool:
@@ -167,7 +165,7 @@ def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Con
         flags["offload.placement"] = given["offload"] or ""
     config = configs.load(path, sets=given["sets"], flags=flags)
     folder = source_files.with_kept(config, str(run_dir)) if is_run else config.model.folder
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
+    return config.with_values({"model.folder": folder})
 
 
 def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:
@@ -177,7 +175,7 @@ def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:
         return launch.choose_ranks(asked, 1, len(gpus))
     if len(gpus) < 2 or config.offload.placement:
         return 1, "one process"
-    from zerocli.run.trainer import count_parameters
+    from zerocli.run.engines import count_parameters
 
     width = 4 if config.train.precision == "fp32" else 2
     nbytes, least = count_parameters(config)[0] * width, min(gpu.nbytes for gpu in gpus)

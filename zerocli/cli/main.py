@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from zerocli import allocator, console
-from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, Told, UserError, closest
+from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, ShownElsewhere, UserError, closest
 
 # name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
 COMMANDS = {
@@ -129,7 +129,7 @@ def run(args: Sequence[str] | None = None) -> int:
         from zerocli.cli import usage
 
         text = describe(str(error), usage.way_on(error, words, COMMANDS))
-        return _fail(text, error.exit_code, told=isinstance(error, Told))
+        return _fail(text, error.exit_code, shown_elsewhere=isinstance(error, ShownElsewhere))
     except MemoryError:
         return _fail(describe("host memory ran out (or its limit: ulimit -v, a cgroup's)"), FAILURE)
     except OSError as error:
@@ -171,14 +171,14 @@ def _own_traceback(error: Exception) -> str:
     return "".join(traceback.format_exception(type(error), error, frame))
 
 
-def _fail(text: str, code: int, told: bool = False) -> int:
-    """Report a failure, unless another rank has `told` the user; return its exit code."""
+def _fail(text: str, code: int, shown_elsewhere: bool = False) -> int:
+    """Report a failure, unless another rank shows it; return its exit code."""
     if _wants_traceback() and code in (USAGE, DOES_NOT_FIT):
         text = f"{traceback.format_exc()}{text}"
     if _is_rank():
         from zerocli.ranks import worker
 
-        if worker.record_failure(text, code) or told:
+        if worker.record_failure(text, code) or shown_elsewhere:
             return code
     console.say(text)
     return code

@@ -11,24 +11,13 @@ import click
 from click.core import ParameterSource
 
 from zerocli import config as configs
-from zerocli.cli.run_dirs import refuse_no_run
-from zerocli.cli.train import (
-    KEYS,
-    arguments,
-    config_options,
-    default_run_dir,
-    dry_run,
-    newest_run,
-    own_config,
-    run_options,
-)
+from zerocli.cli.train import arguments, asked, be_rank, config_options, dry_run, folder_of_run, run_options
 from zerocli.config.draft import set_hint
 from zerocli.config.hub import is_model
+from zerocli.config.options import RunOptions
 from zerocli.console import quoted, say, show, show_json
 from zerocli.errors import OK, UserError
-from zerocli.ranks.worker import die_with_parent, worker_environment
-from zerocli.run.folders.folder import run_folder
-from zerocli.run.processes import launch, preempt
+from zerocli.run.processes import launch
 
 STEPS = 6
 """Default number of steps: memory is followed in two, the others are timed."""
@@ -138,27 +127,13 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
 
 
 def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: str | None, given: dict[str, Any]) -> int:
-    worker = worker_environment()
-    flags = {key: given[name] for name, key in KEYS.items()}
-    resume = given["resume"]
+    source, flags, worker = asked(ctx, source, run_dir)
     said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
-    if flags["train.steps"] is None and flags["train.epochs"] is None and not said and not resume:
+    if flags["train.steps"] is None and flags["train.epochs"] is None and not said and not given["resume"]:
         flags |= {"train.steps": STEPS, "train.epochs": 0.0}
-    if worker:
-        die_with_parent()
-        flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
-    if resume and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
-        source = own_config(run_dir, source)
-        ctx.params["source"] = source  # passed to the ranks instead of the default
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
-    if resume and run_dir:
-        refuse_no_run(ctx, run_dir, arguments(ctx), worker)
-    fresh = run_dir is None and not resume
-    if worker and "ZEROCLI_PARENT" in os.environ:
-        run_dir = os.environ["ZEROCLI_RUN_DIR"]
-    run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
-    options = run_options(ctx, run_dir, resume, flags)
+    options = run_options(ctx, folder_of_run(ctx, run_dir, config.name, worker), given["resume"], flags)
     if options.dry_run:
         if config.model.external:
             fact = "a model of other code than zerocli's own has no plan before it is built"
@@ -166,17 +141,16 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
         return dry_run(config, options, worker, profiled=True)
     before = (given["compare"], _read(given["compare"])) if given["compare"] else None  # refused before ranks start
     if not worker:
+        fresh = run_dir is None and not given["resume"]
         return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh)
-    os.environ.update(worker)
-    preempt.note_signals(launch.saves(config))
-    options = launch.with_refusal(config, options, worker)
-    with run_folder(run_dir):
+
+    def work(config: configs.Config, options: RunOptions) -> int:
         from zerocli.profile.profiler import Profiler
         from zerocli.profile.reporter import Reporter, recording
         from zerocli.run import trainer
 
         reporter = Reporter(given["html"] or "", given["trace_file"] or "", before)
         with recording(given["snapshot"] or ""):
-            code = trainer.work(config, options, Profiler(reporter, follow=config.model.compile is not True))
-    preempt.ignore_signals()
-    return code
+            return trainer.work(config, options, Profiler(reporter, follow=config.model.compile is not True))
+
+    return be_rank(config, options, worker, work)

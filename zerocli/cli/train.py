@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -72,69 +73,39 @@ DEFAULTS = {
 
 def config_options(function: Callable[..., Any], shown: Mapping[str, str] = DEFAULTS) -> Callable[..., Any]:
     """Add CONFIG, the flags that set config keys, and `--set` to a command; its help has the defaults `shown`."""
+    whole, number = functools.partial(click.option, type=int, metavar="N"), functools.partial(click.option, metavar="N")
+    named = functools.partial(click.option, metavar="NAME")
+    stages = "ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters.  [default: 2]"
+    groups = "Partition within groups of N data-parallel ranks, which hold copies.  [default: all]"
+    batch = f"Sequences per data-parallel rank and micro-step.  [default: {shown['batch']}]"
+    evaluations = (
+        f"Steps between evaluations on held-out data, or a share of the run.  [default: {shown['eval_every']}]"
+    )
+    saves = "Steps between checkpoints, a share of the run, or never; the last step is saved.  "
+    saves += f"[default: {shown['save_every']}]"
+    auto = "Choose stage, placement and recomputation: the fastest run that fits."
     decorators = [
         click.argument("source", metavar="[CONFIG]", default="tiny"),
-        click.option(
-            "--stage",
-            type=int,
-            metavar="0..3",
-            help="ZeRO: 1 optimizer states, 2 + gradients, 3 + parameters.  [default: 2]",
-        ),
+        click.option("--stage", type=int, metavar="0..3", help=stages),
         click.option("--offload", metavar="PLACEMENT", help="Where states live: cpu, or params=cpu,optimizer=nvme."),
-        click.option(
-            "--auto", is_flag=True, help="Choose stage, placement and recomputation: the fastest run that fits."
-        ),
+        click.option("--auto", is_flag=True, help=auto),
         click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder on an NVMe disk; may be repeated."),
-        click.option("--ranks", type=int, metavar="N", help="Processes; by default one per GPU, two without a GPU."),
-        click.option("--tp", type=int, metavar="N", help="Tensor-parallel ranks among them.  [default: 1]"),
-        click.option(
-            "--shard-ranks",
-            type=int,
-            metavar="N",
-            help="Partition within groups of N data-parallel ranks, which hold copies.  [default: all]",
-        ),
-        click.option("--steps", type=int, metavar="N", help=f"Optimizer steps.  [default: {shown['steps']}]"),
-        click.option("--epochs", type=float, metavar="N", help="Passes over the data, instead of --steps."),
-        click.option(
-            "--batch",
-            type=int,
-            metavar="N",
-            help=f"Sequences per data-parallel rank and micro-step.  [default: {shown['batch']}]",
-        ),
-        click.option("--seq", type=int, metavar="N", help=f"Tokens per sequence.  [default: {shown['seq']}]"),
-        click.option(
-            "--accumulate",
-            type=int,
-            metavar="N",
-            help=f"Micro-steps per optimizer step.  [default: {shown['accumulate']}]",
-        ),
-        click.option(
-            "--lr",
-            type=float,
-            metavar="RATE",
-            help=f"Highest learning rate.  [default: {shown['lr']}]",
-        ),
-        click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto.  [default: auto]"),
+        whole("--ranks", help="Processes; by default one per GPU, two without a GPU."),
+        whole("--tp", help="Tensor-parallel ranks among them.  [default: 1]"),
+        whole("--shard-ranks", help=groups),
+        whole("--steps", help=f"Optimizer steps.  [default: {shown['steps']}]"),
+        number("--epochs", type=float, help="Passes over the data, instead of --steps."),
+        whole("--batch", help=batch),
+        whole("--seq", help=f"Tokens per sequence.  [default: {shown['seq']}]"),
+        whole("--accumulate", help=f"Micro-steps per optimizer step.  [default: {shown['accumulate']}]"),
+        click.option("--lr", type=float, metavar="RATE", help=f"Highest learning rate.  [default: {shown['lr']}]"),
+        named("--precision", help="fp32, bf16, fp16 or auto.  [default: auto]"),
         click.option("--lora", metavar="RANK[:LAYERS]|DIR", help=LORA_HELP),
-        click.option(
-            "--base", metavar="NAME", help="With --lora: what the frozen base is stored in: bf16, int8 or nf4."
-        ),
+        named("--base", help=BASE_HELP),
         click.option("--data", multiple=True, metavar="PATH[:WEIGHT]", help=DATA_HELP),
-        click.option(
-            "--eval-every",
-            type=Steps(),
-            metavar="N",
-            help="Steps between evaluations on held-out data, or a share of the run.  "
-            f"[default: {shown['eval_every']}]",
-        ),
-        click.option(
-            "--save-every",
-            type=Steps(),
-            metavar="N",
-            help="Steps between checkpoints, a share of the run, or never; the last step is saved.  "
-            f"[default: {shown['save_every']}]",
-        ),
-        click.option("--seed", type=int, metavar="N", help="Seed of parameters and data order.  [default: 1234]"),
+        number("--eval-every", type=Steps(), help=evaluations),
+        number("--save-every", type=Steps(), help=saves),
+        whole("--seed", help="Seed of parameters and data order.  [default: 1234]"),
         click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated."),
     ]
     for decorator in reversed(decorators):
@@ -162,42 +133,67 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
 
     Without CONFIG it trains `tiny`. Under torchrun or srun this process is one rank; otherwise it starts the ranks.
     """
-    worker = worker_environment()
-    flags = {key: given[name] for name, key in KEYS.items()}
-    if worker:
-        die_with_parent()
-        flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
-    if given["resume"] and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
-        source = own_config(run_dir, source)
-        ctx.params["source"] = source  # passed to the ranks instead of the default
+    source, flags, worker = asked(ctx, source, run_dir)
     if given["deepspeed"]:
         sets = (*from_deepspeed(given["deepspeed"], flags, quiet=worker is not None), *sets)
     config, chosen = with_defaults(ctx, source, sets, flags, worker)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
-
-    if given["resume"] and run_dir:
-        refuse_no_run(ctx, run_dir, arguments(ctx), worker)
-    resume, named = given["resume"], run_dir is not None
-    if worker and "ZEROCLI_PARENT" in os.environ:
-        run_dir = os.environ["ZEROCLI_RUN_DIR"]
-    run_dir = run_dir or (newest_run(config.name) if resume else default_run_dir(config.name))
-    resume = resume or was_restarted(run_dir)
-    fresh = not named and not resume
-    options = run_options(ctx, run_dir, resume, flags)
-
+    folder = folder_of_run(ctx, run_dir, config.name, worker)
+    resume = given["resume"] or was_restarted(folder)
+    options = run_options(ctx, folder, resume, flags)
     if options.dry_run:
         return dry_run(config, options, worker)
     if worker:
-        os.environ.update(worker)
-        preempt.note_signals(launch.saves(config))
-        options = launch.with_refusal(config, options, worker)
-        with run_folder(run_dir):
-            from zerocli.run import trainer
+        return be_rank(config, options, worker, _train)
+    words, fresh = [str(ctx.info_name), *arguments(ctx)], run_dir is None and not resume
+    return launch.launch(config, options, words, fresh=fresh, defaults=chosen)
 
-            code = trainer.work(config, options)
-        preempt.ignore_signals()
-        return code
-    return launch.launch(config, options, [str(ctx.info_name), *arguments(ctx)], fresh=fresh, defaults=chosen)
+
+def _train(config: configs.Config, options: RunOptions) -> int:
+    from zerocli.run import trainer
+
+    return trainer.work(config, options)
+
+
+def asked(ctx: click.Context, source: str, run_dir: str | None) -> tuple[str, dict[str, Any], Mapping[str, str] | None]:
+    """Return the config's name, the config keys that flags set, and what makes this process a rank (None: nothing).
+
+    To resume without CONFIG takes the run's own.
+    """
+    worker = worker_environment()
+    flags = {key: ctx.params[name] for name, key in KEYS.items()}
+    if worker:
+        die_with_parent()
+        flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
+    if ctx.params["resume"] and run_dir and ctx.get_parameter_source("source") is ParameterSource.DEFAULT:
+        source = ctx.params["source"] = own_config(run_dir, source)  # passed to the ranks instead of the default
+    return source, flags, worker
+
+
+def folder_of_run(ctx: click.Context, run_dir: str | None, name: str, worker: Mapping[str, str] | None) -> str:
+    """Return the run folder: that of our launcher, the one given, or by default a new one or that of the newest run."""
+    resume = ctx.params["resume"]
+    if resume and run_dir:
+        refuse_no_run(ctx, run_dir, arguments(ctx), worker)
+    if worker and "ZEROCLI_PARENT" in os.environ:
+        return os.environ["ZEROCLI_RUN_DIR"]
+    return run_dir or (newest_run(name) if resume else default_run_dir(name))
+
+
+def be_rank(
+    config: configs.Config,
+    options: RunOptions,
+    worker: Mapping[str, str],
+    work: Callable[[configs.Config, RunOptions], int],
+) -> int:
+    """Do the `work` of a rank; return its exit code."""
+    os.environ.update(worker)
+    preempt.note_signals(launch.saves(config))
+    options = launch.with_refusal(config, options, worker)
+    with run_folder(options.run_dir):
+        code = work(config, options)
+    preempt.ignore_signals()
+    return code
 
 
 def with_defaults(
@@ -283,9 +279,9 @@ def dry_run(
         num_ranks, reason = launch.choose_ranks(0, config.parallel.tp, len(machine.gpus()))
         say(f"ranks {num_ranks} ({reason})")
         config = launch.with_ranks(config, num_ranks)
-    from zerocli.run import trainer
+    from zerocli.run import dry_run
 
-    return trainer.dry_run(config, options, profiled)
+    return dry_run.dry_run(config, options, profiled)
 
 
 def arguments(ctx: click.Context) -> list[str]:

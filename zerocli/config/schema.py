@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from offload.placement import Placement
 from zerocli.config.file import FACTORY
@@ -377,6 +377,15 @@ class Config:
     """How many processes."""
     lora: LoraConfig = LoraConfig()
     """Adapters."""
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Return the config with these values, by dotted key."""
+        config = self
+        for key, value in values.items():
+            section = key.partition(".")[0]
+            changed = dataclasses.replace(getattr(config, section), **{FIELDS[key].name: value})
+            config = dataclasses.replace(config, **{section: changed})
+        return config
 
 
 SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)}  # type: ignore[misc]

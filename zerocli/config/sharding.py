@@ -214,7 +214,7 @@ def with_dividing_batch(config: Config, ranks: int, tp: int) -> Config:
         return config
     each, left = divmod(train.global_batch, max(1, ranks // max(1, tp)))
     batch = 1 if left else math.gcd(train.batch, each)
-    return dataclasses.replace(config, train=dataclasses.replace(train, batch=batch))
+    return config.with_values({"train.batch": batch})
 
 
 def num_micro_steps(train: TrainConfig, ranks: int, tp: int) -> int:

@@ -4,9 +4,7 @@ Only plain values are made (as of `yaml.safe_load`): no tag of a file makes an o
 """
 
 import importlib.util
-import json
 import re
-import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +23,7 @@ def read_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, str]]:
         fact = f"is a config of {trainer}; zerocli takes the model's folder, the data and a few flags"
         raise ConfigError([Problem(path, fact)], hint=command)
     if importlib.util.find_spec("yaml") is None:
-        raise _not_installed(path, text)
+        raise ConfigError([Problem(path, "is YAML, and PyYAML is not installed")], hint=_INSTALL)
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -59,6 +57,7 @@ def read_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, str]]:
     return {str(key): value for key, value in values.items()}, places
 
 
+_INSTALL = "pip install pyyaml, or a .toml in its place"
 _COPY = "zerocli configs show tiny, which is a whole config in TOML; YAML has the same sections and keys"
 
 
@@ -69,14 +68,6 @@ def _key_lines(node: Any, before: str = "") -> Iterator[tuple[str, int]]:
             name = f"{before}{key.value}"
             yield name, key.start_mark.line + 1
             yield from _key_lines(value, f"{name}.")
-
-
-def _not_installed(path: str, text: str) -> ConfigError:
-    """Return the error for YAML without PyYAML, with the keys as TOML if they are as simple as a config of ours."""
-    target = f"{path.rpartition('.')[0]}.toml"
-    lines = [f"  {line}" for line in as_toml(text)]
-    fact = "is YAML, and PyYAML is not installed" + (f"; as {target} it is:" if lines else "")
-    return ConfigError([Problem(path, "\n".join([fact, *lines]))], hint="pip install pyyaml, or a .toml in its place")
 
 
 # Key of axolotl, LLaMA-Factory or a Trainer -> the flag that says the same.
@@ -122,30 +113,3 @@ def other_trainer(text: str) -> tuple[str, str] | None:
     words = [word for key, flag in _FLAGS.items() if key in values for word in (flag, values[key].strip("'\""))]
     name = model.strip("'\"").rstrip("/").rpartition("/")[2]
     return trainer, " ".join(["zerocli train", quoted(f"./{name}"), "--data FILE", *map(quoted, words)])
-
-
-_YAML_LINE = re.compile(r"( *)([\w-]+) *:(?: +(.*?))? *")
-
-
-def as_toml(text: str) -> list[str]:
-    """Return YAML of sections with plain keys as lines of TOML; nothing if it holds anything else."""
-    made: list[str] = []
-    for line in text.splitlines():
-        line = re.sub(r"(^|\s)#.*", "", line).rstrip()
-        if not line or line == "---":
-            continue
-        found = _YAML_LINE.fullmatch(line)
-        if found is None:
-            return []
-        indent, key, value = found.groups()
-        if value is None and not indent:
-            made.append(f"[{key}]")
-        elif value is None:
-            return []
-        else:
-            try:
-                tomllib.loads(f"value = {value}")
-            except ValueError:
-                value = json.dumps(value.strip("'"))
-            made.append(f"{key} = {value}")
-    return made

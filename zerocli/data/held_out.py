@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -164,6 +163,5 @@ def open_held_out(
     train = config.train
     if not config.data.validation:
         return batches.held_out(train.batch)
-    data = dataclasses.replace(config.data, path=config.data.validation, mix=(), validation="", split=0.0)
-    alone = dataclasses.replace(config, data=data, train=dataclasses.replace(train, eval_every=0))
-    return open_batches(alone, check).one_pass(train.batch)
+    alone = {"data.path": config.data.validation, "data.mix": (), "data.validation": "", "data.split": 0.0}
+    return open_batches(config.with_values(alone | {"train.eval_every": 0}), check).one_pass(train.batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 
@@ -51,7 +50,7 @@ def refuse_data(config: Config) -> None:
             find_files(path)
         except UserError as error:
             raise UserError(f"data.validation: {error}", hint="--set data.validation=FILE") from None
-        _refuse(dataclasses.replace(config, data=dataclasses.replace(config.data, path=path, mix=(), split=0.0)))
+        _refuse(config.with_values({"data.path": path, "data.mix": (), "data.split": 0.0}))
 
 
 def _refuse(config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ def with_packing(config: Config) -> tuple[Config, str]:
     if not why:
         return config, ""
     line = f"packing: off (data.pack=false), one document per window: {why}"
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, pack=False)), line
+    return config.with_values({"data.pack": False}), line
 
 
 class Opened(NamedTuple):
@@ -82,7 +81,7 @@ def _open_mix(config: Config, node: Node) -> Batches:
     """Return the batches of several files, each as often as its weight says: see [Note: weights of files]."""
     train, opened, takes = config.train, [], []
     for path, weight in map(split_weight, config.data.mix):
-        alone = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path, mix=()))
+        alone = config.with_values({"data.path": path, "data.mix": ()})
         try:
             form, files = find_files(path)
         except OSError as error:
@@ -245,7 +244,7 @@ def with_epochs(config: Config, batches: Batches, world: int) -> Config:
         return config
     per_step = samples_per_step(config, world)
     steps = steps_of_epochs(config.train.epochs, batches.num_windows, per_step, batches.begun)
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    return config.with_values({"train.steps": steps})
 
 
 def epochs_line(config: Config, batches: Batches, world: int) -> str:

@@ -17,6 +17,8 @@ CATEGORIES = (
 """The categories of memory in plans and profiles."""
 HELD = ("parameters", "gradients", "optimizer_states", "gathered", "activations", "buffers")
 """The categories that an engine holds from step to step."""
+STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
+"""Kind of model states, as a placement has it -> category."""
 
 
 def model_states(

@@ -170,7 +170,7 @@ class CausalLM(nn.Module):
             own["position_ids"] = positions
         if targets is not None and _routes(self):
             own["output_router_logits"] = True
-        with _documents(positions) as masks, self._head_computes(targets):
+        with keeping_apart(positions) as masks, self._head_computes(targets):
             output = theirs(input_ids=tokens, **own)
         if positions is not None and not masks:
             raise Refused(_OWN_MASKS.format(type(self).__name__))
@@ -325,9 +325,10 @@ def _same_memory(left: Any, right: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _documents(positions: Tensor | None) -> Iterator[list[Any]]:
+def keeping_apart(positions: Tensor | None) -> Iterator[list[Any]]:
     """While the body runs, masks keep apart the documents of these positions; yields a list of the masks made.
 
+    Without positions each row is one document.
     transformers finds documents in the positions itself. It asks a GPU whether there are any, though, which makes the
     host wait in every forward, so it is told here.
     """
@@ -370,7 +371,7 @@ def unpackable(model: Any) -> str:
     try:
         _refuse_states(model)
         with contextlib.ExitStack() as stack:
-            masks = stack.enter_context(_documents(given))
+            masks = stack.enter_context(keeping_apart(given))
             for _, block in repeated_blocks(model):
                 stack.enter_context(_instead(block, reach))
             with contextlib.suppress(_Reached), torch.no_grad():

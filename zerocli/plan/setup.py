@@ -88,11 +88,6 @@ class Setup(Sharding):
         return self.group * self.copies
 
     @property
-    def replicas(self) -> int:
-        """Number of groups of `shards` ranks, each of which holds all states."""
-        return self.dp // self.shards
-
-    @property
     def width(self) -> int:
         """Bytes of an element in the compute dtype."""
         return WIDTHS[self.precision]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,21 +51,19 @@ def changes(config: Config, facts: Mapping[str, Any], category: str) -> list[tup
     found: list[tuple[str, Config, dict[str, Any]]] = []
 
     def staged(number: int, placement: str = "") -> Config:
-        made = dataclasses.replace(config, zero=dataclasses.replace(config.zero, stage=number))
         placed = read_placement(placement) if placement else config.offload.placement
-        return dataclasses.replace(made, offload=dataclasses.replace(config.offload, placement=placed))
+        return config.with_values({"zero.stage": number, "offload.placement": placed})
 
     needed = {"optimizer_states": 1, "gradients": 2, "parameters": 3}.get(category, 0)
     if stage < needed and facts["ranks"] > facts["tp"]:
         found.append((f"--stage {needed}", staged(needed), {}))
     if category == "activations" and config.activations.policy != "recompute":
-        policy = dataclasses.replace(config.activations, policy="recompute")
+        policy = {"activations.policy": "recompute"}
         words = "recomputation (--set activations.policy=recompute)"
-        found.append((words, dataclasses.replace(config, activations=policy), {"recompute": True}))
+        found.append((words, config.with_values(policy), {"recompute": True}))
     if category in ("activations", "logits") and config.train.batch > 1:
-        half = dataclasses.replace(config.train, batch=config.train.batch // 2)
-        words = f"--batch {half.batch} with twice the --accumulate"
-        found.append((words, dataclasses.replace(config, train=half), {}))
+        half = config.train.batch // 2
+        found.append((f"--batch {half} with twice the --accumulate", config.with_values({"train.batch": half}), {}))
     if facts["device"] == "cuda" and not config.offload.placement:
         kind = {"optimizer_states": "optimizer", "gradients": "grads", "parameters": "params"}.get(category, "")
         if kind:

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerocli.console import say
-from zerocli.errors import FAILURE, Told, UserError
+from zerocli.errors import FAILURE, ShownElsewhere, UserError
 from zerocli.layout.sizes import count_of
 from zerocli.ranks.words import named
 from zerocli.ranks.worker import job_name
@@ -120,7 +120,7 @@ def _arrive(attempt: dist.Store, rank: int, world: int, seconds: float, deadline
         attempt.set(OUTCOME, outcome)
         time.sleep(TOLD_SECONDS)
     if outcome not in (COMPLETE, OVER):
-        kind = Told if rank and found is not None else UserError
+        kind = ShownElsewhere if rank and found is not None else UserError
         raise kind(outcome, hint="the logs of these ranks", exit_code=FAILURE)
     return outcome == COMPLETE
 

@@ -35,7 +35,7 @@ from zerocli.layout.recompute import Recompute, read_recompute
 from zerocli.layout.sizes import format_seconds
 from zerocli.plan.models.model import Model
 from zerocli.plan.search import adapt
-from zerocli.plan.search.adapt import LINKS, WINDOW, Measured, Watch, name_of
+from zerocli.plan.search.adapt import LINKS, WINDOW, Measured, StepWindows, name_of
 from zerocli.plan.search.candidates import weigh
 from zerocli.plan.search.recompute import MARGIN, needed_by
 from zerocli.plan.setup import Setup
@@ -52,7 +52,7 @@ EARLY = 3
 """In the first steps, the memory of the device has not shown yet that it suffices."""
 
 
-class Meter(Events):
+class LinkTimes(Events):
     """Measures for how long each link of a rank has a transfer under way."""
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class Change:
     """Estimated seconds of the change."""
 
 
-class Adapter:
+class PlacementAdapter:
     """Watches one rank of a run, and moves its states when all ranks do; every rank makes one."""
 
     def __init__(self, run: Run, chosen: Chosen, setup: Setup, recompute: bool) -> None:
@@ -130,10 +130,10 @@ class Adapter:
         self._run, self._engine, self._document = run, run.engine, dict(chosen.document)
         self._model: Model = chosen.model
         self._setup, self._hardware, self._recompute = setup, chosen.hardware, recompute
-        self._meter = Meter(run.engine.device)
-        run.engine.events.add(self._meter)
+        self._links = LinkTimes(run.engine.device)
+        run.engine.events.add(self._links)
         candidate = weigh(self._model, setup, self._hardware)
-        self._watch = Watch(adapt.planned_steps(candidate, self._model, self._hardware))
+        self._windows = StepWindows(adapt.planned_steps(candidate, self._model, self._hardware))
         self._rooms: list[int] = []
         self._most = 0
         """Bytes of the device that a placement may need after an allocation has failed; 0: all."""
@@ -153,7 +153,7 @@ class Adapter:
 
         Seconds are of the last step whose line is there, as the device may still be in the one after it.
         """
-        busy, lines = self._meter.take(), self._run.lines
+        busy, lines = self._links.take(), self._run.lines
         if self._count % WINDOW == 0:
             self._rooms = list(self._rooms_here().values())
         self._count += 1
@@ -194,7 +194,7 @@ class Adapter:
         tiers = adapt.rooms_of(self._hardware, self._setup)
         rooms = dict(zip(tiers, map(int, least[2 + len(LINKS) :]), strict=True))
         busy = dict(zip(LINKS, slowest[2:], strict=True))
-        return self._watch.add(step, Measured(slowest[0], slowest[1], busy, rooms))
+        return self._windows.add(step, Measured(slowest[0], slowest[1], busy, rooms))
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
@@ -208,21 +208,21 @@ class Adapter:
         planned = Measured(**told["planned"])
         self._hardware = Hardware(**told["hardware"])
         if told["offload"] is None:
-            self._watch.keep(step)
+            self._windows.keep(step)
             return None
-        self._left[adapt.like(self._setup)] = self._watch.window.seconds
-        self._watch.change(step, planned)
-        found = Change(told["offload"], told["policy"], reason, told["verdict"], planned.seconds, told["cost"])
+        self._left[adapt.like(self._setup)] = self._windows.window.seconds
+        self._windows.change(step, planned)
+        found = Change(told["offload"], told["policy"], reason, told["decision"], planned.seconds, told["cost"])
         return found
 
     def _plan(self, steps: int) -> dict[str, Any]:
-        about = (self._model, self._setup, self._hardware, self._watch.window, steps, self._recompute, self._left)
+        about = (self._model, self._setup, self._hardware, self._windows.window, steps, self._recompute, self._left)
         found = adapt.plan_again(*about)
-        option = found.verdict.option
+        option = found.decision.option
         return {
             "offload": str(found.setup.offload) if option is not None else None,
             "policy": found.setup.recomputed.policy,
-            "verdict": found.verdict.reason,
+            "decision": found.decision.reason,
             "cost": option.cost if option is not None else 0.0,
             "planned": dataclasses.asdict(found.planned),
             "hardware": dataclasses.asdict(found.hardware),
@@ -253,17 +253,13 @@ class Adapter:
             torch.cuda.synchronize(self._engine.device)
         self._engine.meet("the end of a move")  # it is recorded once all ranks have moved
         seconds = time.perf_counter() - began
-        self._meter.take()
+        self._links.take()
         self._rooms, self._count = list(self._rooms_here().values()), 1
         placement = read_placement(change.offload)
         self._setup = dataclasses.replace(self._setup, offload=placement, recompute=recompute)
         self._left.pop(adapt.like(self._setup), None)
-        config = self._run.config
-        self._run.config = dataclasses.replace(
-            config,
-            offload=dataclasses.replace(config.offload, placement=placement),
-            activations=dataclasses.replace(config.activations, policy=change.policy),
-        )
+        changed = {"offload.placement": placement, "activations.policy": change.policy}
+        self._run.config = self._run.config.with_values(changed)
         line = (
             f"{name_of(self._setup)}, as {change.reason}; {change.expected}; the change took "
             f"{format_seconds(seconds)} ({format_seconds(change.cost)} expected)"
@@ -339,4 +335,4 @@ class Adapter:
         change = Change(told["offload"], told["policy"], reason, "the step is run again", told["seconds"], told["cost"])
         self.change(step - 1, change)
         candidate = weigh(self._model, self._setup, self._hardware)
-        self._watch.change(step, adapt.planned_steps(candidate, self._model, self._hardware))
+        self._windows.change(step, adapt.planned_steps(candidate, self._model, self._hardware))

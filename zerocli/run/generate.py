@@ -28,8 +28,9 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, OK, UserError
 from zerocli.layout.sizes import count_of, format_count
 from zerocli.run.complete import PADDED_TO, Sampling, complete
+from zerocli.run.engines import make_engine, make_model
 from zerocli.run.processes.watchdog import Watchdog, end_process
-from zerocli.run.trainer import join_ranks, make_engine, make_model
+from zerocli.run.trainer import join_ranks
 
 Tell = Callable[[str], None]
 
@@ -167,7 +168,7 @@ def with_window(config: Config, weights: Weights, needed: int) -> Config:
         seq = min(positions, max(seq, wanted) if weights.is_run else wanted)
     elif config.model.code == "transformers":
         seq = needed
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, seq=seq))
+    return config.with_values({"train.seq": seq})
 
 
 def load(engine: Engine, config: Config, weights: Weights, tell: Tell) -> None:

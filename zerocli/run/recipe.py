@@ -6,7 +6,6 @@ sequence from the documents, the length of the run is in passes over the data. A
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -204,13 +203,7 @@ def _evaluated(config: Config) -> list[Default]:
 
 def with_values(config: Config, values: list[Default]) -> Config:
     """Return the config with these values."""
-    for key, value, _ in values:
-        section, _, name = key.partition(".")
-        typed = tuple(value) if isinstance(value, list) else value
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{name: typed})}
-        )
-    return config
+    return config.with_values({key: tuple(value) if isinstance(value, list) else value for key, value, _ in values})
 
 
 def measure(config: Config) -> Lengths:
@@ -225,7 +218,7 @@ def measure(config: Config) -> Lengths:
 
     lengths = []
     for path in [split_weight(each)[0] for each in config.data.mix] or [config.data.path]:
-        alone = dataclasses.replace(config, data=dataclasses.replace(config.data, path=path, mix=()))
+        alone = config.with_values({"data.path": path, "data.mix": ()})
         try:
             form, files = find_files(path)
             if form not in DOCUMENTS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -52,13 +51,8 @@ def steps_of(number: float, steps: int) -> int:
 
 def with_whole_steps(config: Config) -> Config:
     """Return the config with numbers of steps for keys that are given as a share of the run's steps."""
-    for key, field in FIELDS.items():
-        share = get(config, key)
-        if field.metadata.get("share") and 0 < share < 1:
-            section = getattr(config, key.partition(".")[0])
-            changed = dataclasses.replace(section, **{field.name: steps_of(share, config.train.steps)})
-            config = dataclasses.replace(config, **{key.partition(".")[0]: changed})
-    return config
+    shares = {key: get(config, key) for key, field in FIELDS.items() if field.metadata.get("share")}
+    return config.with_values({key: steps_of(n, config.train.steps) for key, n in shares.items() if 0 < n < 1})
 
 
 def decay_steps(decay: float, steps: int) -> int:

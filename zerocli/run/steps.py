@@ -33,7 +33,7 @@ from zerocli.run.processes.preempt import Preemption, outlive_failures
 from zerocli.run.processes.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from zerocli.run.adapting import Adapter
+    from zerocli.run.adapting import PlacementAdapter
 
 
 def micro_step(engine: Engine, batch: Batch, seeds: tuple[int, ...], weight: float | None = None) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Run:
     """The node of each rank, on rank 0, if that is known."""
     lines: History = field(default_factory=History)
     """One per step that is done, of which the newest are kept."""
-    adapter: Adapter | None = None
+    adapter: PlacementAdapter | None = None
     """What changes the placement where steps measure other than what was planned."""
 
     @property
@@ -202,7 +202,7 @@ class Loop:
             self._save(step)
         return between.evaluations.exhausted(self._run.config.train.patience) if step < self._last else ""
 
-    def _adapt(self, adapter: Adapter, step: int) -> None:
+    def _adapt(self, adapter: PlacementAdapter, step: int) -> None:
         """Plan again if steps have measured other than what was planned, and move the states if that pays."""
         reason = adapter.observe(step, self._recorder.shared)
         change = adapter.plan_again(step, self._last - step, reason) if reason else None

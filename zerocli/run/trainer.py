@@ -6,13 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +21,13 @@ from offload.verify import Corrupted
 from tiers.errors import TierError
 from zerocli import machine
 from zerocli.checkpoint import source_files
-from zerocli.checkpoint.adapters import base_of
 from zerocli.checkpoint.folder import Folder
-from zerocli.config import AUTO, Config, notes_of, num_micro_steps, refuse_shard_ranks, sharding_of, to_dict
+from zerocli.config import AUTO, Config, notes_of, to_dict
 from zerocli.config.options import RunOptions
-from zerocli.console import say, show, show_if_unfit, show_json
+from zerocli.console import say, show_json
 from zerocli.data.batches import Batches
-from zerocli.data.held_out import describe, open_held_out, split_share
+from zerocli.data.held_out import describe, open_held_out
 from zerocli.data.sources import (
-    check_data,
     epochs_line,
     open_batches,
     refuse_without_positions,
@@ -40,28 +35,21 @@ from zerocli.data.sources import (
     with_packing,
 )
 from zerocli.engine.api import open_process_group
-from zerocli.engine.build import DoesNotFit
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
-from zerocli.engine.settings import Settings
-from zerocli.engine.tensor_parallel import local_numel
-from zerocli.errors import DOES_NOT_FIT, FAILURE, OK, PREEMPTED, UserError, user_error
+from zerocli.errors import FAILURE, OK, PREEMPTED, UserError
 from zerocli.layout.recompute import Recompute
-from zerocli.models import Decoder, build_model
-from zerocli.models.lora import adapted, is_adapter
-from zerocli.plan.blocks.factory import build_external
 from zerocli.plan.models.traced import Traced
-from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
-from zerocli.profile import table
 from zerocli.profile.observer import Observer
 from zerocli.ranks.loss import severed
 from zerocli.ranks.startup import STARTUP
 from zerocli.ranks.store import CONNECT_SECONDS
 from zerocli.ranks.worker import job_name
 from zerocli.regular_files import own_folder, sync_folder, write_text
-from zerocli.run.adapting import Adapter
-from zerocli.run.automatic import Chosen, adapts, choose_or_nearest, choose_together, with_open_batch
+from zerocli.run.adapting import PlacementAdapter
+from zerocli.run.automatic import Chosen, adapts, choose_together, with_open_batch
 from zerocli.run.between_steps import BetweenSteps
+from zerocli.run.engines import cap_device, make_engine, resolve
 from zerocli.run.folders import resume
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
@@ -79,7 +67,7 @@ from zerocli.run.recompute import (
     run_setup,
     trace_factory,
 )
-from zerocli.run.schedule import make_schedule, with_whole_steps
+from zerocli.run.schedule import with_whole_steps
 from zerocli.run.steps import Diverged, Run, micro_step, run_steps
 
 
@@ -87,8 +75,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     """Run one rank of a training run, watched by `observer`; return the exit code."""
     refuse_check_of_masks(config, options)
     if config.model.folder:
-        folder = source_files.with_kept(config, options.run_dir)
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
+        config = config.with_values({"model.folder": source_files.with_kept(config, options.run_dir)})
     if "RANK" in os.environ and threading.current_thread() is threading.main_thread():
         # KeyboardInterrupt could be raised anywhere, even in torch's callbacks; end the process at once instead.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -200,9 +187,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     config = with_whole_steps(with_epochs(config, batches, world))
     cap_device(config)
     chosen = choose_run(config, options, traced)
-    config = dataclasses.replace(
-        chosen.config, train=dataclasses.replace(chosen.config.train, adapt=adapts(config, options))
-    )
+    config = chosen.config.with_values({"train.adapt": adapts(config, options)})
     batches.sequences, batches.accumulate = config.train.batch, config.train.accumulate
     with STARTUP.by_itself("opening the held-out data"):
         held_out = open_held_out(config, batches, open_batches, check=rank == 0)
@@ -240,7 +225,7 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
     return run
 
 
-def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> Adapter | None:
+def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> PlacementAdapter | None:
     """Return what changes the placement of a run; None where nothing could be changed without changing a number."""
     engine, config = run.engine, run.config
     if chosen.model is None or (engine.device.type == "cuda" and engine.updater.on_cpu):
@@ -248,7 +233,7 @@ def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> Adapter | No
     compiled = engine.hooks.blocks.on
     setup = dataclasses.replace(run_setup(config), recompute=recompute, compiled=compiled, checkpoints=0)
     try:
-        return Adapter(run, chosen, setup, recompute=chosen.recomputes and not compiled)
+        return PlacementAdapter(run, chosen, setup, recompute=chosen.recomputes and not compiled)
     except UserError as error:
         run.tell(f"note: the placement stays, as there is no plan to compare the run with: {error}")
         return None
@@ -286,29 +271,11 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
     return choose_together(config, options, setup, device_room(config.train.gpu_memory, setup), gathered, model)
 
 
-def cap_device(config: Config) -> None:
-    """Limit the allocator to the GPU memory that the config allows."""
-    if config.train.gpu_memory and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, config.train.gpu_memory / total))
-
-
-def resolve(config: Config, world: int) -> Config:
-    """Return the config with all values that depend on the number of ranks filled in, and the share held out."""
-    refuse_shard_ranks(config.parallel, world, int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
-    accumulate = num_micro_steps(config.train, world, config.parallel.tp)
-    train = dataclasses.replace(config.train, accumulate=accumulate)
-    parallel = dataclasses.replace(config.parallel, ranks=world)
-    # Recorded, so that a run that is resumed with other evaluations trains on the same data.
-    data = dataclasses.replace(config.data, split=split_share(config))
-    return dataclasses.replace(config, train=train, parallel=parallel, data=data)
-
-
 def with_choices(config: Config, engine: Engine) -> Config:
     """Return the config with the engine's choice of `compile`, so that a resumed run, even a longer one, keeps it."""
     if config.model.compile != "auto":
         return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, compile=engine.hooks.blocks.on))
+    return config.with_values({"model.compile": engine.hooks.blocks.on})
 
 
 def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
@@ -319,51 +286,6 @@ def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
             "other masks than in one process, so the losses differ",
             hint="--set model.dropout=0",
         )
-
-
-def make_model(config: Config, device: str = "meta") -> nn.Module:
-    """Return the model on `device`, with its adapters; a factory's model is always on meta, without memory."""
-    if config.model.factory:
-        model = build_external(config.model, config.train.seq)
-    else:
-        model = build_model(config.model, config.train.seq, device)
-    return adapted(model, config)
-
-
-def schedule_of(config: Config) -> Callable[[int], float]:
-    """Return step -> learning rate."""
-    optimizer = config.optimizer
-    return make_schedule(
-        *(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr, optimizer.decay),
-        optimizer.warmup_shape,
-    )
-
-
-def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
-    """Return the engine of a config, for its model or the one given; `changes` override fields of its settings."""
-    model = make_model(config) if model is None else model
-    optimizer = config.optimizer
-    units = model.unit_modules() if isinstance(model, Decoder) else None
-    base = base_of(config, model) if config.lora.rank else None
-    settings = Settings(
-        **sharding_of(config).shared(),
-        lr=schedule_of(config),
-        weight_decay=optimizer.weight_decay,
-        units=units,
-        compile=config.model.compile,
-        compile_update=config.optimizer.compile,
-        steps=config.train.steps,
-        seed=config.train.seed,
-        loaded_base=base,
-        keep_fp32=(lambda name, _: is_adapter(name)) if config.lora.dtype == "fp32" else None,
-        defer_update=True,  # nothing here reads a parameter between a step and the next forward
-    )
-    try:
-        return Engine(model, dataclasses.replace(settings, **changes))
-    except ValueError as error:
-        raise user_error(error) from error
-    except DoesNotFit as error:
-        raise UserError(str(error), hint=error.hint, exit_code=DOES_NOT_FIT) from error
 
 
 def refuse_overwriting(options: RunOptions) -> None:
@@ -449,76 +371,3 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
         "tolerance": tolerance,
         "equal": result[1] <= tolerance,
     }
-
-
-def count_parameters(config: Config) -> tuple[int, int, int]:
-    """Return (the model's parameters, those of one rank under tensor parallelism, those that are trained).
-
-    Does not build every block.
-    """
-
-    def count(model: nn.Module) -> tuple[int, int, int]:
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp), trained
-
-    layers = config.model.layers
-    if config.model.external or layers < 3:
-        return count(make_model(config))
-    counts = [
-        count(make_model(dataclasses.replace(config, model=dataclasses.replace(config.model, layers=num))))
-        for num in (1, 2)
-    ]
-    numel, local, trained = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))
-    return numel, local, trained
-
-
-def dry_run(config: Config, options: RunOptions, profiled: bool = False) -> int:
-    """Print the memory of each rank, as a profile has it if `profiled`, and whether this machine has it.
-
-    Return 0, or 3 if it does not.
-    """
-    began = time.perf_counter()
-    ranks = max(1, config.parallel.ranks)
-    config = resolve(with_open_batch(config, options, ranks), ranks)
-    refuse_disks(config, options.auto)
-    for line in check_data(config):
-        say(line)
-    document: dict[str, Any] = {"schema": 1, "config": to_dict(config), "tiers": {}, **table.predicted(None)}
-    with show_if_unfit(options.json, document):
-        chosen, refused = choose_or_nearest(config, options)
-    config = chosen.config
-    for line in (*notes_of(options.source), *chosen.lines):
-        say(line)
-    try:
-        numel, local, trained = count_parameters(config)
-        held = report.planned_memory(config, numel, local, trained)
-    except ValueError as error:
-        raise user_error(error) from error
-    if config.model.external and config.activations.policy == AUTO:
-        say("activations: chosen when a run starts: the model is traced then")
-    document |= {"config": to_dict(config), "parameters": numel, "memory": held}
-    local = math.gcd(config.parallel.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks)))
-    gpus = machine.gpus()
-    with show_if_unfit(options.json, document):
-        verdict = preflight(config, gpus, local if "LOCAL_WORLD_SIZE" in os.environ else 0, numel)
-    planned = verdict.plan
-    if planned is not None:
-        document |= {"plan": planned.as_dict(), **table.predicted(planned)}
-        if profiled and planned.activations:
-            document["activations"] = planned.activations
-            say(f"activations: {planned.activations}")
-    document |= verdict.as_dict()
-    if refused is not None:
-        with show_if_unfit(options.json, document):
-            raise refused
-    if options.json:
-        show_json(document)
-    else:
-        lines = [*table.dry(document)] if profiled else [report.dry(config, numel, held)]
-        if planned is not None and not profiled:
-            lines += ["", "the whole plan of a rank's device, and of its node:", *planned.lines()]
-        show("\n".join([*lines, "", *verdict.lines()]))
-        if not verdict.fits:
-            show(f"try: {smallest_change(config, verdict.setup, gpus)}")
-    say(f"nothing was run ({time.perf_counter() - began:.1f} s)")
-    return OK if verdict.fits else DOES_NOT_FIT

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from zerocli import machine
-from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, FusedAdam, Group
+from zerocli.engine.optimizer.optim import At, FlatOptimizer, FusedAdam, Group, Piece
 
 SOURCE = Path(__file__).with_name("adam.c")
 FLAGS = [
@@ -67,20 +67,13 @@ class CompiledAdam:
         """Whether it updates parameters `target` (None: the master is the parameters) by such a gradient."""
         return grad.device.type == "cpu" and {grad.dtype, target.dtype if target is not None else None} <= self._types
 
-    def update(
-        self,
-        parameters: torch.Tensor | None,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Arrays,
-        factor: float,
-        group: Group,
-        at: At,
-    ) -> int:
+    def update(self, piece: Piece, factor: float) -> int:
         """Update a piece, whose gradient is first multiplied by `factor`, and return how many elements are done.
 
-        The master is given whole or, as int16, by its remainder. Fewer than `VECTOR` elements, at the end, are left.
+        Fewer than `VECTOR` elements, at the end, are left.
         """
+        parameters, master, grad, states = piece.parameters, piece.master, piece.grad, piece.states
+        group, at = piece.group, piece.at
         options, count, decay = group.options, at.count.item(), group.weight_decay
         (beta1, beta2), maximum = options["betas"], states["max_exp_avg_sq"] if options["amsgrad"] else None
         numel = grad.numel() // VECTOR * VECTOR
@@ -127,7 +120,7 @@ def _agrees(kernel: CompiledAdam, rule: FusedAdam, numel: int = 1 << 15) -> bool
         group = Group(lr, decay, {**rule.defaults, "betas": (beta1, 0.95)})
         at = At(torch.tensor(3.0), torch.zeros(()))
         ours = [each.clone() for each in (master, *states.values())]
-        kernel.update(None, ours[0], grad, dict(zip(states, ours[1:], strict=True)), 1.0, group, at)
+        kernel.update(Piece(None, ours[0], grad, dict(zip(states, ours[1:], strict=True)), group, at), 1.0)
         rule.update(master, grad, None, states, group, at)
         theirs = (master, *states.values())
         if not all(map(torch.equal, *([each.view(torch.int32) for each in all_] for all_ in (ours, theirs)))):

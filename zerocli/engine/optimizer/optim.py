@@ -94,6 +94,26 @@ class History:
     tensors: Arrays = field(default_factory=dict)
 
 
+@dataclass
+class Piece:
+    """What an update reads and writes, all on one device."""
+
+    parameters: Tensor | None
+    """None: the master is the parameters."""
+    master: Tensor
+    """As int16, the remainder of a split one."""
+    grad: Tensor
+    states: Arrays
+    group: Group
+    at: At
+
+    def after(self, done: int) -> Piece:
+        """Return what is left after the first `done` elements."""
+        states = {name: state[done:] for name, state in self.states.items()}
+        parameters = None if self.parameters is None else self.parameters[done:]
+        return Piece(parameters, self.master[done:], self.grad[done:], states, self.group, self.at)
+
+
 class FlatOptimizer(ABC):
     """An elementwise update rule on one-dimensional fp32 memory; subclass it for a rule of your own.
 

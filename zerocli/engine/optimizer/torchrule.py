@@ -34,7 +34,7 @@ class Template:
     def __init__(self, prototype: torch.optim.Optimizer) -> None:
         self.kind = type(prototype)
         self.name = self.kind.__name__
-        self._prototype = prototype
+        self.prototype = prototype
         """Its attributes are read in each run: a user may change them."""
         self.groups = [
             {key: value for key, value in group.items() if key not in ("params", "param_names", "name")}
@@ -55,15 +55,6 @@ class Template:
             {name: self._start(name, value, sample) for name, value in prototype.state.get(sample, {}).items()}
             for sample in samples
         ]
-
-    @property
-    def prototype(self) -> torch.optim.Optimizer:
-        """The optimizer that has its attributes."""
-        return self._prototype
-
-    def follow(self, instance: torch.optim.Optimizer) -> None:
-        """Take the attributes from a user's instance from now on."""
-        self._prototype = instance
 
     def _at(self, group: Group) -> int:
         return group.index if group.index < len(self.groups) else 0
@@ -98,7 +89,7 @@ class Template:
         parameter.grad = grad
         one = object.__new__(self.kind)
         vars(one).update({name: {} for name in HOOKS})
-        vars(one).update({key: value for key, value in vars(self._prototype).items() if key not in _OWN})
+        vars(one).update({key: value for key, value in vars(self.prototype).items() if key not in _OWN})
         decay = {"weight_decay": group.weight_decay} if self.decays else {}
         own = self.groups[self._at(group)]
         fixed: State = {name: False for name in ("foreach", "fused") if name in own}
@@ -217,7 +208,7 @@ class TorchOptimizer(FlatOptimizer):
         """Say that a user's rule may run on slices, by a trial with such parameters."""
         self.verdict, self._shapes = verdict, set(shapes)
         if source.instance is not None:
-            self.template.follow(source.instance)
+            self.template.prototype = source.instance  # whose attributes count from now on
         self._outside = Outside(self.template.prototype, source)
 
     def look(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -8,11 +8,9 @@ import time
 import torch
 
 from tiers.pages import Pages, Registrar
-from zerocli.engine.comm import Collectives
 from zerocli.engine.optimizer.compiled_update import CompiledAdam, Unavailable, has_compiled, open_compiled
-from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.optim import FlatOptimizer, FusedAdam, Group, StepValues
-from zerocli.engine.optimizer.update import Updater
+from zerocli.engine.optimizer.piece import PieceUpdate
 from zerocli.engine.units.master import REMAINDER
 from zerocli.engine.units.unit import MASTER
 from zerocli.layout.flats import Sizing
@@ -111,13 +109,13 @@ def measure_cpu(
     group = Group(1e-4, 0.0, rule.defaults)
     threads = torch.get_num_threads()
     sizing = Sizing(STAGES[1], device="cpu", update_on_cpu=True, split_master=split, threads=threads)
-    updater = Updater(rule, Counts(cpu), Collectives.alone(cpu), cpu, sizing, compiled=compiled)
+    pieces = PieceUpdate(rule, cpu, sizing, compiled)
     piece = numel if compiled is not None else sizing.update_chunk(dtype.itemsize, "cpu")
     values = StepValues((group,), torch.ones(1), one, torch.zeros(()))
     best = float("inf")
     for _ in range(3):
         began = time.perf_counter()
         for span in Span(0, numel).pieces(piece):
-            updater.update_piece(slice(span.start, span.stop), arrays, grad, out, values, group, values.at(0))
+            pieces.update(slice(span.start, span.stop), arrays, grad, out, values, group, values.at(0))
         best = min(best, time.perf_counter() - began)
     return best / numel

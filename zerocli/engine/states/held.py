@@ -65,18 +65,13 @@ def whole_of(collectives: Shards, total: int, held: torch.Tensor) -> torch.Tenso
     return whole.cpu()
 
 
-def join_parts(collectives: Shards, flat: Flat, held: torch.Tensor) -> torch.Tensor:
-    """Return the whole flat, on the CPU, from every rank's held part. Collective."""
-    return whole_of(collectives, flat.layout.total, held)
-
-
 def whole_parameters(collectives: Shards, flat: Flat) -> torch.Tensor:
     """Return a flat's whole parameters, from the fp32 master if there is one. Collective."""
     if flat.trainable:
-        return join_parts(collectives, flat, read_held(flat, MASTER, collectives.device))
+        return whole_of(collectives, flat.layout.total, read_held(flat, MASTER, collectives.device))
     if flat.resident is not None:
         return flat.resident.cpu()
-    return join_parts(collectives, flat, flat.read_own(collectives.device))
+    return whole_of(collectives, flat.layout.total, flat.read_own(collectives.device))
 
 
 def load_whole(flat: Flat, whole: torch.Tensor) -> None:

@@ -53,10 +53,10 @@ def move(engine: Engine, placement: Placement | str, recompute: Recompute | None
         torch.cuda.synchronize(engine.device)
     moves = moves_between(before, after, engine.sizing)
     for number in sorted({each.flat for each in moves}):
-        engine.updater.before_update(flats[number])  # a checkpoint may still be reading it
+        engine.updater.chunks.before_update(flats[number])  # a checkpoint may still be reading it
     aliases = Aliases(engine.model, engine.device)
     aliases.find_in([flats[each.flat] for each in moves if each.kind == "parameters"])
-    before_update, gatherer, reducer = engine.updater.before_update, engine.gatherer, engine.reducer
+    before_update, gatherer, reducer = engine.updater.chunks.before_update, engine.gatherer, engine.reducer
     engine.hooks.parameters_changed(flats)  # a loss that was computed before cannot gather them where they were
     engine.activations.stack.close()
     reducer.close()
@@ -87,7 +87,7 @@ def move(engine: Engine, placement: Placement | str, recompute: Recompute | None
         engine.gatherer.follow(gatherer)
         engine.reducer.follow(reducer)
         engine.open_updater()
-        engine.updater.before_update = before_update
+        engine.updater.chunks.before_update = before_update
         recomputed = engine.recomputed_units()
         engine.open_activations(recomputed)
         engine.hooks.recompute(recomputed)

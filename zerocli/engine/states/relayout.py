@@ -10,7 +10,7 @@ import torch
 from offload import Store
 from zerocli.engine.grouped import Shards
 from zerocli.engine.guards.aliases import Aliases
-from zerocli.engine.states.held import join_parts, read_held, whole_parameters, write_held
+from zerocli.engine.states.held import read_held, whole_of, whole_parameters, write_held
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
 
@@ -97,7 +97,7 @@ def _whole_values(flat: Flat, state_names: Sequence[str], shards: Shards) -> _Sa
     if flat.trainable:
         for name in state_names:
             held = read_held(flat, name, shards.device)
-            arrays[name] = flat.views(join_parts(shards, flat, held))
+            arrays[name] = flat.views(whole_of(shards, flat.layout.total, held))
     return {
         id(parameter): (values[i].clone(), {name: views[i].clone() for name, views in arrays.items()})
         for i, parameter in enumerate(flat.parameters)

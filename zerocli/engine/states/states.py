@@ -13,7 +13,7 @@ from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.optim import FlatOptimizer, History
 from zerocli.engine.states import torch_states
 from zerocli.engine.states.buffers import write_buffer
-from zerocli.engine.states.held import join_parts, load_whole, read_held, whole_parameters, write_held
+from zerocli.engine.states.held import load_whole, read_held, whole_of, whole_parameters, write_held
 from zerocli.engine.states.named import IncompatibleKeys, match, named_tensors
 from zerocli.engine.states.own_states import Loaded, Manner, load_own, manner_of, save_own
 from zerocli.engine.tensor_parallel import TensorParallel
@@ -32,7 +32,7 @@ def parameter_values(engine: Engine, held: Mapping[int, torch.Tensor] | None = N
     values: dict[int, torch.Tensor] = {}
     for flat in engine.flats():
         if held is not None and id(flat) in held:
-            whole = join_parts(engine.shards, flat, held[id(flat)].to(engine.device))
+            whole = whole_of(engine.shards, flat.layout.total, held[id(flat)].to(engine.device))
         else:
             whole = whole_parameters(engine.shards, flat)
         for parameter, entry, view in zip(flat.parameters, flat.layout.entries, flat.views(whole), strict=True):
@@ -134,7 +134,7 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
     flats, states = list(engine.trainable()), dict[str, dict[str, torch.Tensor]]()
     for flat in flats:
         for key in engine.rule.state_names:
-            whole = join_parts(engine.shards, flat, read_held(flat, key, engine.device))
+            whole = whole_of(engine.shards, flat.layout.total, read_held(flat, key, engine.device))
             for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
                 states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
     engine.forget_traffic()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerocli.engine.comm import Collectives
-from zerocli.engine.states.held import adopt, join_parts
+from zerocli.engine.states.held import adopt, whole_of
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused, closest
 
@@ -129,7 +129,7 @@ def _whole_gradient(engine: Engine, flat: Flat) -> torch.Tensor:
     if not engine.reducer.reduced:  # summed in this rank's group only
         held = held.clone()
         engine.replicas.all_reduce(held).wait()
-    found = join_parts(engine.shards, flat, held)
+    found = whole_of(engine.shards, flat.layout.total, held)
     engine.forget_traffic()
     return found
 

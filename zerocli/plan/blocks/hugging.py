@@ -6,9 +6,7 @@ downloaded.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from zerocli.config.hub import ConfigFile as ConfigFile
@@ -45,26 +43,6 @@ def build(config: Any) -> nn.Module:
             fact = f"transformers cannot build {config.model_type}: {type(error).__name__}: {first_line(error)}"
             raise UserError(fact) from error
     return model.train()
-
-
-@contextlib.contextmanager
-def rows_of_one_document() -> Iterator[None]:
-    """While the body runs, models take rows to be one document each, as they do in training.
-
-    On tensors without values they could not tell, and would mask attention in every block as for packed rows.
-    """
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    found = getattr(masking_utils, name, None)
-    if found is None:  # an older transformers does not look
-        yield
-        return
-    setattr(masking_utils, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, found)
 
 
 def batch_of(model: Any, batch: int, seq: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerocli import config as configs
 from zerocli.config import Config, ModelConfig
@@ -94,18 +95,16 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
         longest = 0 if _given("train.seq", sets, flags) else hugging.max_positions(hugging.read_config(file))
     name = stem or str(values["model_type"])
     config = configs.assemble(configfile.Document(name, {}), sets, flags)
-    train = config.train
     if not _given("train.seq", sets, flags):
         seq = min(longest or DEFAULT_SEQ, DEFAULT_SEQ)
-        train = dataclasses.replace(train, seq=seq)
+        config = config.with_values({"train.seq": seq})
         notes.append(f"seq {seq} (not in the file; set it with --seq)")
     if not _given("train.batch", sets, flags):
-        train = dataclasses.replace(train, batch=1)
+        config = config.with_values({"train.batch": 1})
         notes.append("batch 1 (not in the file; set it with --batch)")
     hint = " (--trace runs transformers' own model)" if hugging.installed() else ""
     if shape is not None and shape.family not in TYPES:
         notes.append(f"{shape.family} is planned as zerocli would build it{hint}; transformers trains it")
-    config = dataclasses.replace(config, train=train)
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
 
 
@@ -155,34 +154,32 @@ def run_shape(config: Config) -> Shape:
     return shape.adapted(config.lora) if config.lora.rank else shape
 
 
+ALIKE = ("layers", "hidden", "heads", "vocab", "tie", "window", "window_layers")
+"""Fields of a built-in model that its shape has too."""
+BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+
+
 def shape_of(model: ModelConfig, seq: int) -> Shape:
     """Return the shape of a built-in model: what `zerocli.models` would build."""
     gpt2 = model.family == "gpt2"
     wide = model.mlp_hidden or (4 * model.hidden if gpt2 else -(-8 * model.hidden // (3 * 256)) * 256)
     head_dim = 0 if model.head_dim * model.heads == model.hidden else model.head_dim
     normed = (head_dim or model.hidden // model.heads) if model.qk_norm else 0
+    alike: dict[str, Any] = {name: getattr(model, name) for name in ALIKE}
+    alike |= {name: model.bias if gpt2 else getattr(model, name) for name in BIASES}
     return Shape(
         model.type or model.family,
-        model.layers,
-        model.hidden,
-        model.heads,
-        model.vocab,
-        wide,
+        **alike,
+        mlp_hidden=wide,
         kv_heads=0 if model.kv_heads == model.heads else model.kv_heads,
         head_dim=head_dim,
-        tie=model.tie,
         gated=not gpt2,
         norm="layer" if gpt2 else "rms",
         norm_bias=model.bias,
         q_norm=normed,
         k_norm=normed,
-        qkv_bias=model.bias if gpt2 else model.qkv_bias,
-        out_bias=model.bias if gpt2 else model.out_bias,
-        mlp_bias=model.bias if gpt2 else model.mlp_bias,
         positions=max(seq, model.positions) if gpt2 else 0,
         rotary=not gpt2,
-        window=model.window,
-        window_layers=model.window_layers,
         dropout=model.dropout if gpt2 else 0.0,
     )
 
@@ -195,24 +192,14 @@ def model_of(shape: Shape) -> ModelConfig | None:
     if shape.family not in TYPES:
         return None
     gpt2 = shape.family == "gpt2"
+    same_names = (*ALIKE, "kv_heads", "mlp_hidden", "dropout", "head_dim")
+    alike: dict[str, Any] = {name: getattr(shape, name) for name in same_names}
+    alike |= {name: not gpt2 and getattr(shape, name) for name in BIASES}
     model = ModelConfig(
         family="gpt2" if gpt2 else "llama",
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        vocab=shape.vocab,
-        mlp_hidden=shape.mlp_hidden,
-        tie=shape.tie,
+        **alike,
         bias=shape.norm_bias,
-        dropout=shape.dropout,
-        head_dim=shape.head_dim,
-        qkv_bias=not gpt2 and shape.qkv_bias,
-        out_bias=not gpt2 and shape.out_bias,
-        mlp_bias=not gpt2 and shape.mlp_bias,
         qk_norm=bool(shape.q_norm),
-        window=shape.window,
-        window_layers=shape.window_layers,
         type="" if shape.family in ("gpt2", "llama") else shape.family,
     )
     same = dataclasses.replace(shape_of(model, shape.positions), max_positions=shape.max_positions)

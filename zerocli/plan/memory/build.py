@@ -19,9 +19,9 @@ from zerocli.layout.buffers import (
     update_scratch,
     update_temporaries,
 )
-from zerocli.layout.categories import model_states
+from zerocli.layout.categories import STATES, model_states
 from zerocli.layout.flats import FP32, FlatSpec
-from zerocli.layout.shards import check_shard_ranks
+from zerocli.layout.shards import check_shard_ranks, round_up
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory import saves
@@ -35,7 +35,6 @@ from zerocli.plan.rows import Plan, Row
 from zerocli.plan.setup import Setup
 
 _GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
-WORDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_states"}
 
 
 def check(setup: Setup) -> None:
@@ -44,22 +43,17 @@ def check(setup: Setup) -> None:
         if getattr(setup, name) < 1:
             raise UserError(f"{name.replace('_', ' ')} {getattr(setup, name)} is below 1")
     if setup.ranks % setup.tp:
-        raise UserError(
-            f"tp {setup.tp} does not divide ranks {setup.ranks}", hint=f"--ranks {_up(setup.ranks, setup.tp)}"
-        )
+        more = round_up(setup.ranks, setup.tp)
+        raise UserError(f"tp {setup.tp} does not divide ranks {setup.ranks}", hint=f"--ranks {more}")
     if setup.ranks > setup.ranks_per_node and setup.ranks % setup.ranks_per_node:
         raise UserError(
             f"{setup.ranks_per_node} ranks per node do not divide ranks {setup.ranks}",
-            hint=f"--ranks {_up(setup.ranks, setup.ranks_per_node)}",
+            hint=f"--ranks {round_up(setup.ranks, setup.ranks_per_node)}",
         )
     try:
         check_shard_ranks(setup.shard_ranks, setup.dp, setup.local_ranks // setup.tp)
     except ValueError as error:
         raise user_error(error) from error
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def plan_model(shape: Shape, setup: Setup) -> Plan:
@@ -95,7 +89,10 @@ def plan_peaks(model: Replayable, setup: Setup, flats: Flats, peaks: Peaks) -> P
     kept = saves.saved(model.numel, setup, flats, model.numel - model.trainable_numel)
     process = process_nbytes(setup, model.rotary)
     rows = [*_device_rows(model, setup, peaks), *_host_rows(setup, flats, peaks, process)]
-    rows += _disk_rows(setup, flats, peaks, kept)
+    rows += _tier_rows(setup, flats, peaks, "nvme", swap, "swap file")
+    for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
+        rows += _tier_rows(setup, flats, peaks, tier)  # of another package: its overhead is not known
+    rows += _on_nvme(kept)
     phases = {
         "initialisation": peaks.initialisation.nbytes,
         "first_step": peaks.first_step.nbytes,
@@ -122,6 +119,11 @@ def plan_peaks(model: Replayable, setup: Setup, flats: Flats, peaks: Peaks) -> P
     )
 
 
+def _on_nvme(kept: Row | None) -> list[Row]:
+    """Return the run folder's row if it is on the node's disks."""
+    return [kept] if kept is not None and kept.tier == "nvme" else []
+
+
 def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
     """Return the model states of a bare parameter count, as the paper counts them; the rest needs a shape.
 
@@ -134,7 +136,7 @@ def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
     held = model_states(each, setup.stage, setup.shards, setup.width, setup.grad_width, state_width, trained)
     placement = setup.placement()
     rows = []
-    for kind, category in WORDS.items():
+    for kind, category in STATES.items():
         left, split = held[category], getattr(setup.zero, kind)
         formula = _states_formula(category, each if category == "parameters" else trained, setup, split, state_width)
         for share in placement.of(kind):
@@ -182,7 +184,7 @@ def _device_rows(model: Replayable, setup: Setup, peaks: Peaks) -> list[Row]:
         category: _states_formula(
             category, local.get(category, trained), setup, getattr(setup.zero, kind), setup.state_width
         )
-        for kind, category in WORDS.items()
+        for kind, category in STATES.items()
     }
     formulas |= model.formulas(setup) | {
         "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
@@ -219,27 +221,30 @@ def _runtime_rows(setup: Setup, fragments: int) -> list[Row]:
 # -- the host and its disks --------------------------------------------------------------------------------------------
 
 
-def _piece_rows(tier: str, sizes: dict[str, list[int]], times: int) -> list[Row]:
-    return [
+def _tier_rows(
+    setup: Setup, flats: Flats, peaks: Peaks, tier: str, taken: Callable[[list[int]], int] = sum, place: str = ""
+) -> list[Row]:
+    """Return what pieces and activation checkpoints take on a tier, and what is `taken` beyond them in each `place`."""
+    times = setup.local_ranks
+    sizes = flats.pieces(setup.sizing, tier)
+    rows = [
         Row(category, tier, sum(blocks) * times, f"{len(blocks)} pieces per rank x {times}")
         for category, blocks in sizes.items()
         if blocks
     ]
+    rest = sum(map(taken, flats.tier_objects(setup.sizing, tier))) - sum(map(sum, sizes.values()))
+    if rest:
+        rows.append(Row("buffers", tier, rest * times, f"{place}s beyond their pieces x {times}"))
+    if kept := peaks.offloaded.get(tier, 0):
+        rows.append(Row("activations", tier, kept * times, f"activation checkpoints per rank x {times}"))
+        if rest := taken([kept]) - kept:
+            rows.append(Row("buffers", tier, rest * times, f"the rest of their {place} x {times}"))
+    return rows
 
 
 def _host_rows(setup: Setup, flats: Flats, peaks: Peaks, process: int) -> list[Row]:
-    times, taken = setup.local_ranks, _taken(setup)
-    sizes = flats.pieces(setup.sizing, "dram")
-    parameters, others = flats.tier_objects(setup.sizing, "dram")
-    rows = _piece_rows("dram", sizes, times)
-    rest = taken(parameters) + taken(others) - sum(sum(blocks) for blocks in sizes.values())
-    if rest:
-        rows.append(Row("buffers", "dram", rest * times, f"arenas beyond their pieces x {times}"))
-    kept = peaks.offloaded.get("dram", 0)
-    if kept:
-        rows.append(Row("activations", "dram", kept * times, f"activation checkpoints per rank x {times}"))
-    if rest := taken([kept]) - kept if kept else 0:
-        rows.append(Row("buffers", "dram", rest * times, f"the rest of their arena x {times}"))
+    times = setup.local_ranks
+    rows = _tier_rows(setup, flats, peaks, "dram", _taken(setup), "arena")
     disks = _disk_tiers(setup, flats, peaks)
     for sentence, nbytes in _host_buffers(setup, flats, disks).items():
         if nbytes:
@@ -264,7 +269,7 @@ def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, in
     """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
     near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
     far = flats.sizes(lambda flat: [flat.own.numel * flat.width] * (flat.tiers["parameters"] not in near))
-    budget = -(-setup.read_ahead_nbytes // constants.PAGE_NBYTES) * constants.PAGE_NBYTES
+    budget = round_up(setup.read_ahead_nbytes, constants.PAGE_NBYTES)
     found = {
         "arenas of parameters read ahead": min(budget, _taken(setup)(far)),
         "staging buffers for disks, at most": _staging(setup, flats, disks),
@@ -384,35 +389,3 @@ def _update_arrays(setup: Setup, flats: Flats) -> int:
 
 def _power_of_two(nbytes: int) -> int:
     return 1 << max(0, nbytes - 1).bit_length()
-
-
-def _on_nvme(kept: Row | None) -> list[Row]:
-    """Return the run folder's row if it is on the node's disks."""
-    return [kept] if kept is not None and kept.tier == "nvme" else []
-
-
-def _disk_rows(setup: Setup, flats: Flats, peaks: Peaks, kept_saves: Row | None) -> list[Row]:
-    times = setup.local_ranks
-    sizes = flats.pieces(setup.sizing, "nvme")
-    parameters, others = flats.tier_objects(setup.sizing, "nvme")
-    rows = _piece_rows("nvme", sizes, times)
-    grown = swap(parameters) + swap(others)
-    if grown:
-        rest = grown - sum(sum(blocks) for blocks in sizes.values())
-        rows.append(Row("buffers", "nvme", rest * times, f"swap files beyond their pieces x {times}"))
-    kept = peaks.offloaded.get("nvme", 0)
-    if kept:
-        rows.append(Row("activations", "nvme", kept * times, f"activation checkpoints per rank x {times}"))
-        rows.append(Row("buffers", "nvme", (swap([kept]) - kept) * times, f"the rest of their swap file x {times}"))
-    return [*rows, *_other_rows(setup, flats, peaks), *_on_nvme(kept_saves)]
-
-
-def _other_rows(setup: Setup, flats: Flats, peaks: Peaks) -> list[Row]:
-    """Return what tiers of other packages hold; their overhead is not known."""
-    times = setup.local_ranks
-    rows = []
-    for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
-        rows += _piece_rows(tier, flats.pieces(setup.sizing, tier), times)
-        if kept := peaks.offloaded.get(tier, 0):
-            rows.append(Row("activations", tier, kept * times, f"activation checkpoints per rank x {times}"))
-    return rows

@@ -113,7 +113,7 @@ class Initialisation:
             trainable = [flat for flat in unit if flat.trainable]
             specs = list(buffers.gradient_arenas(trainable, sizing))
             sizes["arenas"] += times * sum(spec.nbytes for spec in specs)
-            if sizing.stage.gradients or not sizing.keep_gradients:
+            if sizing.stage.gradients:
                 own = [buffers.gradients(flat, sizing) for flat in trainable]
                 sizes["own"] += times * sum(self._ledger.rounded(spec.nbytes) for spec in own if spec.tier == HBM)
         self._keep_bytes("gradients", *sizes.values())

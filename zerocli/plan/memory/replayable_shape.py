@@ -117,8 +117,7 @@ class _ShapeMicroStep(MicroStep):
             enter(unit)
         if shape.final_norm:
             mark(x, "end of backward of the head", unit or NO_UNIT)
-            norm = [each for each in shape.head_parameters() if each.name.startswith("norm") and each.trainable]
-            x = decoder.norm(tape, x, [each.numel * setup.width for each in norm], unit)
+            x = decoder.final_norm(tape, x, unit)
         tokens, width, vocab = decoder.batch.tokens, setup.width, shape.local_vocab(setup.tp)
         chunk = min(constants.chunk_tokens(vocab, setup.device), tokens)
         rows = chunk * constants.padded_vocab(vocab)

@@ -1,8 +1,9 @@
 """Trace a model on tensors without memory: what each of its blocks allocates, saves and computes.
 
 The model runs on torch's fake tensors, without an engine: forward once with nothing saved, which tells when Python
-drops each tensor, and once with its backward, which tells when autograd does. Of equal blocks three run: the first, one
-between others, and the last. The operations are those of a CPU, with the chunk sizes of the device that is planned.
+drops each tensor, and once with its backward, which tells when autograd does. Of equal blocks four run: the first, one
+that stands for all up to the last two, and these. The operations are those of a CPU, with the chunk sizes of the device
+that is planned.
 """
 
 from __future__ import annotations

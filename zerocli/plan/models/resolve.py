@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.model import Model
 from zerocli.plan.models.traced import Traced
 from zerocli.plan.setup import Setup
-from zerocli.regular_files import read_regular
+from zerocli.regular_files import read_regular, write_text
 
 MAX_NBYTES = 64 << 20
 
@@ -95,16 +93,14 @@ class Traces:
         values["program"] = found.program.as_dict() if found.program is not None else None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(values))
-            part.replace(path)
+            write_text(path, json.dumps(values), sync=False)
         except OSError:
             pass  # a cache that cannot be written costs the next command a second
         return found
 
     def _path(self, setup: Setup) -> Path:
         """Return the file of a trace: its name stands for everything that the trace depends on."""
-        versions = [_version(name) for name in ("torch", "transformers")]
+        versions = [machine.version(name) or "" for name in ("torch", "transformers")]
         asked: list[Any] = [setup.batch, setup.seq, setup.precision, setup.device]
         if self._run.lora.rank:
             asked.append(repr(self._run.lora))
@@ -134,14 +130,10 @@ class Traces:
             return Found(**known, problem=hugging.first_line(error)[:200])
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def loss(model: Any, setup: Setup) -> Any:
     """Run a model of transformers on a batch that it takes, and return its loss."""
-    with hugging.rows_of_one_document():
+    from zerocli.models.transformers_model import keeping_apart
+
+    # On tensors without values models could not tell that a row is one document.
+    with keeping_apart(None):
         return hugging.loss_of(model(**hugging.batch_of(model, setup.batch, setup.seq)))

@@ -14,7 +14,7 @@ from zerocli.config import AUTO, Config, hub, quantized
 from zerocli.config.file import read_values
 from zerocli.console import quoted
 from zerocli.errors import DOES_NOT_FIT, UserError
-from zerocli.layout.categories import model_states
+from zerocli.layout.categories import STATES, model_states
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.machine import Gpu
 from zerocli.plan.blocks.inputs import run_shape
@@ -238,11 +238,7 @@ def _states(setup: Setup, numel: int) -> dict[str, int]:
     held = model_states(-(-numel // setup.tp), setup.stage, setup.shards, *widths)
     needed = dict.fromkeys(WORDS, 0)
     placement = setup.placement()
-    for kind, category in (
-        ("parameters", "parameters"),
-        ("gradients", "gradients"),
-        ("optimizer", "optimizer_states"),
-    ):
+    for kind, category in STATES.items():
         shares = placement.of(kind)
         if len(shares) == 1 and shares[0].tier in needed:
             needed[shares[0].tier] += held[category] * (1 if shares[0].tier == HBM else setup.local_ranks)

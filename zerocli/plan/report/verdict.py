@@ -81,6 +81,10 @@ class Verdict:
         return f"{ground}: about {format_seconds(timed.seconds)} per step, bound by {timed.bound}"
 
 
+OF_SETUP = ("stage", "ranks", "tp", "shard_states", "ranks_per_node", "batch", "seq", "precision", "update")
+"""Fields of a setup that a candidate's document has under their names."""
+
+
 # -- for programs ------------------------------------------------------------------------------------------------------
 
 
@@ -151,45 +155,21 @@ def _candidate(candidate: Candidate, model: Model, budget: Budget | None) -> dic
     plan, setup, timed, moved = candidate.plan, candidate.setup, candidate.estimate, traffic(candidate.plan)
     blocks = model.recomputed(setup)
     return {
-        "stage": setup.stage,
+        **{name: getattr(setup, name) for name in OF_SETUP},
         "offload": str(setup.offload),
-        "ranks": setup.ranks,
-        "tp": setup.tp,
         "shard_ranks": setup.group,
-        "shard_states": setup.shard_states,
         "comm": {"inside": moved.inside, "across": moved.across},
-        "ranks_per_node": setup.ranks_per_node,
-        "batch": setup.batch,
-        "seq": setup.seq,
-        "precision": setup.precision,
         "policy": policy_of(candidate),
         "recomputed": None if blocks is None else blocks.whole,
         "selective": None if blocks is None else blocks.selective,
-        "activations": plan.activations or None,
         "exact_policy": setup.recomputed.policy,
-        "update": setup.update,
         "compile": setup.compiled,
         "fits": candidate.fits,
         "tiers": {name: {"needed": plan.needed(name), "available": has} for name, has in candidate.available.items()},
         "used": candidate.used,
         "over": candidate.over,
-        "peaks": plan.peaks,
-        "moment": plan.moment,
-        "rows": [row.as_dict() for row in plan.rows],
-        "checkpoints": plan.saved.as_dict() if plan.saved else None,
-        "loading": plan.loading or None,
-        "step": None
-        if timed is None
-        else {
-            "seconds": timed.seconds,
-            "parts": timed.parts,
-            "bound": timed.bound,
-            "phases": timed.phases,
-            "tokens_per_second": timed.tokens_per_second,
-            "mfu": timed.mfu,
-            "hidden": timed.hidden,
-            "estimate": True,
-        },
+        **{name: value for name, value in plan.as_dict().items() if name != "needed"},
+        "step": None if timed is None else dataclasses.asdict(timed) | {"estimate": True},
         "training": budget.of(candidate) if budget else None,
     }
 

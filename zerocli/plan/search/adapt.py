@@ -95,7 +95,7 @@ def differences(measured: Measured, planned: Measured) -> Iterator[tuple[float, 
             yield abs(room - then) / then, f"{WORDS[tier]} {format_bytes(room)}, {format_bytes(then)} planned"
 
 
-class Watch:
+class StepWindows:
     """Follows the steps of a run; the same on all ranks, as all give it the same numbers."""
 
     def __init__(self, planned: Measured) -> None:
@@ -148,7 +148,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """The option to change to, None to stay; and why."""
 
     option: Option | None
@@ -157,7 +157,7 @@ class Verdict:
     """What a step is expected to take."""
 
 
-def decide(measured: Measured, current: Option, options: Sequence[Option], steps: int) -> Verdict:
+def decide(measured: Measured, current: Option, options: Sequence[Option], steps: int) -> Decision:
     """Return what to change to with `steps` left to train: the fastest that pays for its cost, or any if it must be.
 
     Estimates are scaled to what the current placement was measured to take. A placement that the run has had before is
@@ -165,7 +165,7 @@ def decide(measured: Measured, current: Option, options: Sequence[Option], steps
     """
     others = [each for each in options if each.fits and each.name != current.name]
     if not others:
-        return Verdict(None, "nothing else fits" if options else "nothing fits")
+        return Decision(None, "nothing else fits" if options else "nothing fits")
     scale = measured.seconds / current.seconds if current.seconds else 1.0
     horizon = min(PAYBACK, steps)
 
@@ -178,14 +178,14 @@ def decide(measured: Measured, current: Option, options: Sequence[Option], steps
 
     if not current.fits:
         best = min(others, key=expected_of)
-        return Verdict(best, "it does not fit any more", expected_of(best))
+        return Decision(best, "it does not fit any more", expected_of(best))
     best = max(others, key=saved)
     expected = expected_of(best)
     if measured.seconds - expected < MIN_GAIN * measured.seconds:
-        return Verdict(None, f"{best.name} would take {format_seconds(expected)} per step")
+        return Decision(None, f"{best.name} would take {format_seconds(expected)} per step")
     if saved(best) <= 0:
-        return Verdict(None, f"{best.name} would not pay for its {format_seconds(best.cost)} within {horizon} steps")
-    return Verdict(best, f"about {format_seconds(expected)} per step expected", expected)
+        return Decision(None, f"{best.name} would not pay for its {format_seconds(best.cost)} within {horizon} steps")
+    return Decision(best, f"about {format_seconds(expected)} per step expected", expected)
 
 
 # -- planning again ----------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def decide(measured: Measured, current: Option, options: Sequence[Option], steps
 class Replanned:
     """The outcome of planning again: where to, what a step should then measure, and the machine as it is."""
 
-    verdict: Verdict
+    decision: Decision
     setup: Setup
     planned: Measured
     hardware: Hardware
@@ -278,12 +278,12 @@ def plan_again(
         known = before.get(like(candidate.setup), 0.0)
         return Option(name_of(candidate.setup), candidate.cost, cost, known, candidate.fits)
 
-    verdict = decide(measured, option(current), [option(each) for each in options.values()], steps)
-    chosen = current if verdict.option is None else options[verdict.option.name]
+    decision = decide(measured, option(current), [option(each) for each in options.values()], steps)
+    chosen = current if decision.option is None else options[decision.option.name]
     planned = planned_steps(chosen, model, now)
-    if verdict.option is not None:
-        planned = dataclasses.replace(planned, seconds=verdict.seconds)
-    return Replanned(verdict, chosen.setup, planned, now)
+    if decision.option is not None:
+        planned = dataclasses.replace(planned, seconds=decision.seconds)
+    return Replanned(decision, chosen.setup, planned, now)
 
 
 def plan_smaller(model: Model, setup: Setup, hardware: Hardware, room: int, recompute: bool) -> Candidate | None:

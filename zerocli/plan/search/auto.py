@@ -130,12 +130,7 @@ def with_budgets(
 
 def with_margins(hardware: Hardware) -> Hardware:
     """Return the machine without what a choice leaves free."""
-    return replace(
-        hardware,
-        gpu_memory=int(hardware.gpu_memory * (1 - MARGIN)),
-        host_memory=int(hardware.host_memory * (1 - HOST_MARGIN)),
-        nvme_space=int(hardware.nvme_space * (1 - HOST_MARGIN)),
-    )
+    return hardware.leaving(gpu_memory=MARGIN, host_memory=HOST_MARGIN, nvme_space=HOST_MARGIN)
 
 
 class _Search:

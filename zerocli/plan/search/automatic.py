@@ -107,24 +107,17 @@ def _is_power_of_two(number: int) -> bool:
 def with_choice(config: Config, chosen: Candidate, steps: int = 0) -> Config:
     """Return the config with the keys of a choice; `steps` are those of `may_compile`."""
     setup = chosen.setup
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, compile=setup.compiled) if steps else config.model,
-        zero=dataclasses.replace(config.zero, stage=setup.stage),
-        parallel=dataclasses.replace(config.parallel, shard_ranks=setup.shard_ranks, shard_states=setup.shard_states),
-        offload=dataclasses.replace(config.offload, placement=setup.offload, update=setup.update),
-        activations=dataclasses.replace(config.activations, policy=setup.recomputed.policy),
-        train=dataclasses.replace(config.train, batch=setup.batch, accumulate=setup.accumulate),
-    )
+    keys = {"zero.stage": setup.stage, "offload.placement": setup.offload, "offload.update": setup.update}
+    keys |= {"parallel.shard_ranks": setup.shard_ranks, "parallel.shard_states": setup.shard_states}
+    keys |= {"train.batch": setup.batch, "train.accumulate": setup.accumulate}
+    keys["activations.policy"] = setup.recomputed.policy
+    return config.with_values(keys | ({"model.compile": setup.compiled} if steps else {}))
 
 
 def with_keys_of(config: Config, other: Config, free: frozenset[str]) -> Config:
     """Return the config with the keys that a choice of the `free` ones decides as another config has them."""
-    for key in sorted({*free, "offload.update", *(["train.accumulate"] if "train.batch" in free else [])}):
-        section, _, name = key.partition(".")
-        part = dataclasses.replace(getattr(config, section), **{name: get(other, key)})
-        config = dataclasses.replace(config, **{section: part})
-    return config
+    keys = {*free, "offload.update", *(["train.accumulate"] if "train.batch" in free else [])}
+    return config.with_values({key: get(other, key) for key in keys})
 
 
 def flags(chosen: Candidate, free: frozenset[str] = frozenset()) -> str:

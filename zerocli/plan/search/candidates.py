@@ -151,13 +151,6 @@ def _joined(text: str, stage: int, extra: str) -> Placement:
     return read_placement(",".join(part for part in (text, extra) if part))
 
 
-def weigh_all(
-    model: Model, setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None
-) -> list[Candidate]:
-    """Return all candidates; stages that do not allow the requested placement are left out if others remain."""
-    return weigh_each(model, setups(setup, stages, offload), hardware)
-
-
 def weigh_each(model: Model, tried: Iterable[Setup], hardware: Hardware) -> list[Candidate]:
     """Return the candidates of setups; those that are not allowed are left out if others remain.
 

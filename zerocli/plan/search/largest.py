@@ -23,12 +23,11 @@ from zerocli.plan.search.candidates import (
     lightest,
     lightest_setups,
     nearest,
+    setups,
     states_fit,
     weigh,
-    weigh_all,
     weigh_each,
 )
-from zerocli.plan.search.recompute import MARGIN
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 
@@ -55,7 +54,8 @@ class Search:
 
     def weigh(self, model: Model, setup: Setup) -> list[Candidate]:
         """Return the candidates of a table, and one that is not in it if that is faster, or the only one that fits."""
-        found = weigh_all(model, setup, self.hardware, self.stages, self.offload)  # `auto` leaves the margin itself
+        tried = setups(setup, self.stages, self.offload)
+        found = weigh_each(model, tried, self.hardware)  # `auto` leaves the margin itself
         if self.offload is None and model.whole:
             best = best_of([each.on(self.room) for each in found])
             found += with_budgets(model, setup, self.hardware, self.stages, best)
@@ -108,12 +108,6 @@ class Largest:
     def dimensions(self) -> dict[str, int] | None:
         """The layers, hidden size and heads of the model; None if nothing fits, or if they are not known."""
         return self.model.dimensions if self.value else None
-
-
-def with_margin(hardware: Hardware) -> Hardware:
-    """Return the machine without the part of its GPU and host memory that stays free."""
-    room = {name: int(getattr(hardware, name) * (1 - MARGIN)) for name in ("gpu_memory", "host_memory")}
-    return replace(hardware, gpu_memory=room["gpu_memory"], host_memory=room["host_memory"])
 
 
 def find(kind: str, model: Model, search: Search, count: int, *, whole: int = 0) -> Largest:

@@ -97,6 +97,11 @@ class Hardware:
         """The bytes of each tier: of one GPU, and of the node's host memory and disks."""
         return {"hbm": self.gpu_memory, "dram": self.host_memory, "nvme": self.nvme_space}
 
+    def leaving(self, **shares: float) -> Hardware:
+        """Return the machine without these shares of its memory."""
+        left: dict[str, Any] = {name: int(getattr(self, name) * (1 - share)) for name, share in shares.items()}
+        return dataclasses.replace(self, **left)
+
     @property
     def host(self) -> HostTimes:
         return HostTimes(*(getattr(self, name) for name in HOST))

@@ -77,7 +77,7 @@ def _with_own_files(config: Config, run_dir: str) -> Config:
         return config
     from zerocli.checkpoint.source_files import with_kept  # imports torch
 
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=with_kept(config, run_dir)))
+    return config.with_values({"model.folder": with_kept(config, run_dir)})
 
 
 def fits(config: Config, gpus: Sequence[machine.Gpu]) -> bool:
@@ -91,7 +91,7 @@ def fits(config: Config, gpus: Sequence[machine.Gpu]) -> bool:
 def with_ranks(config: Config, num_ranks: int) -> Config:
     """Return the config with its number of ranks filled in; UserError if that is no multiple of its groups."""
     refuse_shard_ranks(config.parallel, num_ranks)
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ranks=num_ranks))
+    return config.with_values({"parallel.ranks": num_ranks})
 
 
 def with_refusal(config: Config, options: RunOptions, worker: Mapping[str, str]) -> RunOptions:

@@ -33,7 +33,7 @@ from zerocli import machine
 from zerocli.config import AUTO, Config, refuse_shard_ranks, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say
-from zerocli.errors import USAGE, Told, UserError
+from zerocli.errors import USAGE, ShownElsewhere, UserError
 from zerocli.layout.shards import nearest_divisor
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.ranks.startup import STARTUP
@@ -108,7 +108,8 @@ class Nodes:
 
     def compare(self, refused: UserError | None = None) -> tuple[str, ...]:
         """Compare all ranks and their nodes; return each rank's host on rank 0. Raise UserError there if the run cannot
-        work, and `Told` on the others. `refused` is what this node's own comparison with the plan found. Collective.
+        work, and `ShownElsewhere` on the others. `refused` is what this node's own comparison with the plan found.
+        Collective.
         """
         with STARTUP.waiting("comparing the nodes"), contextlib.ExitStack() as stack:
             began = now()
@@ -120,7 +121,7 @@ class Nodes:
                 verdict = Verdict(**json.loads(self._store.get("nodes/verdict")))
                 if verdict.problems:
                     self._store.set(f"nodes/read/{self.rank}", "")
-                    raise verdict.error(Told)
+                    raise verdict.error(ShownElsewhere)
                 return ()
             keys = [card_key(rank) for rank in range(self.world)]
             cards = self._with_configs([Card.read(each) for each in self._store.multi_get(keys)])

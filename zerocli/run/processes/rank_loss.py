@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.console import quoted
-from zerocli.errors import FAILURE, Told, UserError
+from zerocli.errors import FAILURE, ShownElsewhere, UserError
 from zerocli.ranks.worker import within
 
 PATIENCE_SECONDS = 2.0
@@ -35,5 +35,5 @@ def explain(what: str, reason: str, missing: str, run_dir: str, reports: bool = 
     """
     fact, hint = standing(run_dir)
     who = missing or "which one is not known"
-    kind = UserError if reports else Told
+    kind = UserError if reports else ShownElsewhere
     return kind(f"another rank was lost during {what}: {who} ({reason}); {fact}", hint=hint, exit_code=FAILURE)
