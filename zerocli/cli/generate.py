@@ -85,9 +85,14 @@ def command(
         raise UserError(
             f"{source}: is not a run, so it has no checkpoints to choose from", hint="without --best, --step"
         )
+    if is_run and given["lora"] is not None:
+        fact = f"--lora {given['lora']}: {source} is a run, whose own adapters are used"
+        raise UserError(fact, hint="the same without --lora, or with the folder of the base in place of the run")
     step = best_step(source) if best else step
     config = read_config(source, is_run, given)
-    refuse_adapters(config, source, given["lora"], is_run)
+    if not is_run and config.lora.rank and not config.lora.start:
+        fact = f"{source}: holds no adapters, and new ones of rank {config.lora.rank} would add nothing"
+        raise UserError(fact, hint="--lora ADAPTER, the folder of an export or of peft")
     if not is_run:
         refuse_bytes(config.data.tokenizer, source)
     if worker is None:
@@ -174,16 +179,6 @@ def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Con
     config = configs.load(path, sets=given["sets"], flags=flags)
     folder = source_files.with_kept(config, str(run_dir)) if is_run else config.model.folder
     return dataclasses.replace(config, model=dataclasses.replace(config.model, folder=folder))
-
-
-def refuse_adapters(config: configs.Config, source: str, adapter: str | None, is_run: bool) -> None:
-    """Raise UserError where the adapters that are asked for would not be those that are used."""
-    if is_run and adapter is not None:
-        fact = f"--lora {adapter}: {source} is a run, whose own adapters are used"
-        raise UserError(fact, hint="the same without --lora, or with the folder of the base in place of the run")
-    if not is_run and config.lora.rank and not config.lora.start:
-        fact = f"{source}: holds no adapters, and new ones of rank {config.lora.rank} would add nothing"
-        raise UserError(fact, hint="--lora ADAPTER, the folder of an export or of peft")
 
 
 def choose_ranks(config: configs.Config, asked: int) -> tuple[int, str]:

@@ -24,7 +24,7 @@ DOWNLOAD = "hf download OWNER/NAME --local-dir NAME, of the model in safetensors
 
 
 def with_base(folder: str, command: str = "zerocli train {base} --lora {folder} --data FILE") -> str:
-    """Return a command that takes an adapter, by default the one that goes on from it, and its base if it says which."""
+    """Return a command that takes an adapter and its base, as far as it says which; by default, one that goes on."""
     base = "BASE"
     with contextlib.suppress(OSError, ValueError, UserError):
         values = json.loads(read_regular(os.path.join(folder, "adapter_config.json"), MAX_CONFIG_NBYTES))

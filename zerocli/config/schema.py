@@ -312,7 +312,7 @@ class LoraConfig:
     """Modules that are trained whole beside the adapters, and saved with them: embed_tokens, lm_head."""
     dtype: str = setting("compute", choices=("compute", "fp32"))
     """What adapters compute in: as the model (their master is fp32 in any case), or fp32."""
-    base: str = setting("", choices=BASES, meant=dict.fromkeys(("int4", "fp4", "mxfp4", "4bit", "4", "awq", "gptq"), "nf4"))
+    base: str = setting("", choices=BASES, meant=dict.fromkeys(("int4", "fp4", "4bit", "4"), "nf4"))
     """What the frozen matrices of the repeated blocks are stored in: nf4 (4.13 bits), int8 (8.13 bits), or as they
     compute (bf16, or empty)."""
     start: str = setting("")

@@ -388,7 +388,7 @@ def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | Non
             if len(parts := (theirs or {}).get(layer, ())) > 1:
                 ends = [part.rpartition(".")[2] for part in parts]
                 raise UserError(
-                    f"lora.save_modules: {wanted}: {', '.join(ends)} are one matrix here, which cannot be saved as theirs",
+                    f"lora.save_modules: {wanted}: {', '.join(ends)} are one matrix here, which is not saved in parts",
                     hint="--set model.code=transformers, where each is a layer; or targets in place of save_modules",
                 )
         found |= here
