@@ -311,6 +311,10 @@ class CheckedTransfer(Transfer):
             raise self._corrupted
 
     @property
+    def holds_host(self) -> bool:
+        return self._inner.holds_host
+
+    @property
     def tier(self) -> str:
         return self._inner.tier
 

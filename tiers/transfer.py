@@ -97,6 +97,11 @@ class Transfer:
                 WAITED_FOR.pop(threading.get_ident(), None)
 
     @property
+    def holds_host(self) -> bool:
+        """Whether `wait_for_host` would block the host now."""
+        return self.future is not None and not self.future.done()
+
+    @property
     def tier(self) -> str:
         """The name of the tier that it reads or writes."""
         return self._tier
@@ -157,6 +162,10 @@ class JointTransfer(Transfer):
     def wait_for_host(self) -> None:
         for part in self._parts:
             part.wait_for_host()
+
+    @property
+    def holds_host(self) -> bool:
+        return any(part.holds_host for part in self._parts)
 
     @property
     def done(self) -> bool:

@@ -196,7 +196,7 @@ def test_fit_ends_with_the_command_that_trains_it(tmp_path, capsys):
         "zerocli train tiny --stage 3 --offload cpu --ranks 2 --seq 64 --precision fp16 --set optimizer.name=sgd"
     )
     assert ask("tiny", "--ranks", "16", "--stage", "1", "--offload", "none").startswith(
-        "torchrun --nnodes 2 --nproc-per-node 8 -m zerocli train tiny --stage 1"
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m zerocli train tiny"
     )
     assert ask("7.5B") == ""
     assert "--ranks 2 --lora 4:c_attn" in ask("tiny", "--ranks", "2", "--lora", "4:c_attn")

@@ -22,6 +22,7 @@ from zerocli.engine.units.master import REMAINDER, narrow, split
 from zerocli.engine.units.unit import MASTER
 from zerocli.layout.flats import Sizing
 from zerocli.layout.stage import STAGES
+from zerocli.plan.measure import LiveBytes
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler on this machine"
@@ -264,6 +265,26 @@ def test_choosing_draws_no_random_number_of_a_run(monkeypatch, dtype):
     before = torch.get_rng_state()
     update_place.choose_compiled("auto", FusedAdam(True), 1 << 30, dtype == torch.bfloat16, dtype)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "bf16")])
+def test_choosing_takes_no_memory_beside_the_states(monkeypatch, stage, precision):
+    kernel = open_compiled(FusedAdam(True))  # whose proof takes a megabyte, of a model of any size
+    share = update_place.TRIAL_NUMEL / update_place.LEAST_NUMEL
+    monkeypatch.setattr(update_place, "LEAST_NUMEL", 300_000)
+    monkeypatch.setattr(update_place, "TRIAL_NUMEL", int(300_000 * share))
+    monkeypatch.setattr(update_place, "open_compiled", lambda rule: kernel)
+    peaks = []
+    for asked in ("auto", False):
+        with torch.device("meta"):
+            model = torch.nn.Linear(600, 501)
+        with LiveBytes() as live:
+            engine = zerocli.shard(model, stage=stage, precision=precision, compile_update=asked)
+        assert engine.compiled_reason.startswith("as asked") == (asked is False)
+        peaks.append(live.peak)
+        engine.close()
+    assert peaks[0] == peaks[1]
 
 
 def test_the_processor_is_part_of_a_kernels_name(tmp_path):

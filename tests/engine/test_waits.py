@@ -1,4 +1,4 @@
-"""A step's seconds are charged to what held it up: with a disk that is slow, nearly all of them are waits."""
+"""A step's seconds are charged to what held it up: with a disk that is slow, nearly all of them are waits for it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from toy_tiers import SMALL_DISK
 import zerocli
 from tiers.file_workers import FileWorker
 from tiers.nvme import NvmeTier
-
-PLACEMENTS = {
-    "optimizer=nvme": ("optimizer",),
-    "params=nvme": ("optimizer", "transfers"),  # written by the update, and read ahead
-    "grads=nvme": ("transfers", "optimizer"),  # written by backward, and read by the update
-    "activations=nvme": ("transfers",),
-}
-"""What each waits for."""
 
 
 class SlowWorker(FileWorker):
@@ -77,7 +69,7 @@ def waits_of_a_slow_disk(folder, device: str, placement: str, update: str) -> tu
 def check_waits(folder, device: str, placement: str, update: str) -> None:
     seconds, others, waits = waits_of_a_slow_disk(folder, device, placement, update)
     assert sum(waits.values()) <= 1.02 * seconds
-    assert sum(waits[cause] for cause in PLACEMENTS[placement]) > 0.7 * (seconds - others), (seconds, others, waits)
+    assert waits["transfers"] > 0.7 * (seconds - others), (seconds, others, waits)
 
 
 CASES = [

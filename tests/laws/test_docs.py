@@ -1,12 +1,18 @@
-"""docs: every example of python.md runs; architecture.md names the rooms there are; named files and links exist."""
+"""docs: every example of python.md runs; commands have the flags there are; named rooms, files and links exist."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from torch.distributed.run import get_args_parser
+
+from zerocli.cli.main import group
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/python.md"
@@ -46,6 +52,52 @@ def test_the_files_that_pages_name_exist():
 def test_links_lead_to_files_and_headings():
     broken = [f"{page.name}: {link}" for page in PAGES for link in _links(page) if not _leads(page, link)]
     assert broken == []
+
+
+def test_every_command_is_one_that_its_program_takes():
+    commands = [words for page in PAGES for words in _commands(page.read_text())]
+    assert len(commands) > 100
+    for words in commands:
+        _parse(words)
+
+
+def test_the_scripts_and_manifests_of_a_cluster_are_valid():
+    """By the shell and by YAML; what runs them on a cluster is not here: tests/run/test_engines.py."""
+    text = (ROOT / "docs/cluster.md").read_text()
+    scripts, files = (re.findall(rf"^```{kind}\n(.*?)^```$", text, re.DOTALL | re.M) for kind in ("bash", "yaml"))
+    assert len(scripts) == 2 and len(files) == 3
+    yaml = pytest.importorskip("yaml")
+    job, train_job, sky = map(yaml.safe_load, files)
+    for script in (*scripts, sky["run"], sky["setup"]):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    for found in (container, train_job["spec"]["trainer"]):
+        _parse([*found["command"], *found["args"]])
+
+
+def _commands(page: str) -> list[list[str]]:
+    """Return the words of each command of torchrun or zerocli in a page's blocks."""
+    found = []
+    for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            if command := re.match(r" *(?:srun |python -m )?((?:torchrun .*-m )?zerocli [a-z].*)", line):
+                found.append(shlex.split(re.sub(r"\$\w+", "1", command[1]), comments=True))
+    return found
+
+
+def _parse(words: list[str]) -> None:
+    """Parse a command as torchrun and zerocli do, which raise or exit at a flag or a value that they do not know."""
+    program, *words = words
+    if program == "torchrun":
+        parser = get_args_parser()
+        if "--shutdown-timeout" not in parser.format_help():  # the page says so
+            parser.add_argument("--shutdown-timeout")
+        asked = parser.parse_args(words)
+        assert asked.module and asked.training_script == "zerocli", words
+        words = asked.training_script_args
+    command = group.get_command(click.Context(group), words[0])
+    assert command is not None, words
+    command.make_context(words[0], words[1:])
 
 
 def test_the_readme_is_short():

@@ -55,12 +55,18 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"family": "llama", "tie": False}, {"stage": 3}, "8"),
     ({"family": "llama", "tie": False}, {"stage": 2, "recompute": True}, "8"),
     ({"dropout": 0.1}, {"stage": 3, "recompute": True}, "4"),
+    (
+        {"layers": 2, "hidden": 192, "vocab": 2001, "tie": False},
+        {"stage": 3, "gather_buffers": 3, "recompute": True},
+        "4",
+    ),
     ({"family": "llama"}, {"stage": 3, "offload": "cpu"}, "4:q,v"),
     ({"family": "llama"}, {"stage": 2, "offload": "optimizer=cpu", "recompute": 2}, "4:down"),
     ({"layers": 12}, {"stage": 3, "offload": "params=cpu", "accumulate": 2}, "2:up,out"),
     ({"family": "llama", "tie": False}, {"stage": 3}, "4 lora.dropout=0.1 lora.save_modules=embed_tokens,lm_head"),
     ({}, {"stage": 2}, "4 lora.save_modules=wte"),
     ({"family": "llama", "tie": False}, {"stage": 0}, "4:.*mlp.*_proj lora.save_modules=lm_head"),
+    ({"family": "llama", "layers": 3, "hidden": 128}, {"stage": 3, "precision": "bf16"}, "8"),
 ]
 
 
@@ -84,7 +90,7 @@ def measured(changes: dict[str, Any], setup: dict[str, Any], text: str, batch: i
 
 def _measure_all(cases: list, batch: int, seq: int, precision: str) -> list:
     torch.backends.mkldnn.set_flags(_enabled=False)
-    return [measured(changes, setup | {"precision": precision}, text, batch, seq) for changes, setup, text in cases]
+    return [measured(changes, {"precision": precision} | setup, text, batch, seq) for changes, setup, text in cases]
 
 
 def planned(changes: dict[str, Any], setup: dict[str, Any], text: str, world: int) -> tuple[Shape, Plan]:

@@ -82,6 +82,19 @@ def pauses(beats: list[Heartbeats], time: float, lost: tuple[int, ...] = ()) -> 
     return lambda: say_all(beats, next(times), lost)
 
 
+@pytest.mark.parametrize("goes", [0, 1, 3])
+def test_one_rank_of_a_host_reports_a_loss_whenever_the_store_goes(goes):
+    """Also if a rank finds the loss that comes before those that have reported it."""
+    ranks = beats_of(3, dist.HashStore())
+    for each in ranks:
+        each.say(beat(1.0))
+    claims = []
+    for number, each in enumerate(reversed(ranks)):
+        each.gone = number >= goes
+        claims.append(each.claim_report())
+    assert claims == [True, False, False]
+
+
 def test_a_host_sends_one_message_per_interval_whatever_its_ranks():
     """And a rank of a large job has longer intervals: what the store takes in a second is bounded."""
     for ranks in (8, 64, 256):

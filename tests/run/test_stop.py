@@ -1,102 +1,148 @@
-"""SIGTERM to any one rank, at any time, ends the run with a whole checkpoint of the step that all ranks have made."""
+"""A signal to any one rank, at any time, ends the run with a whole checkpoint of the step that all ranks have made."""
 
 from __future__ import annotations
 
-import functools
+import json
 import os
 import random
 import signal
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from lengths import ALL
-from runs import Death, losses, train
+from runs import losses, train
+from torch._dynamo import callback
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import read
+from zerocli.engine.events import Probe
 from zerocli.errors import PREEMPTED
 
-SETS = ("checkpoint.every=3", "data.split=0.01", "train.eval_every=2", "train.eval_batches=3", "zero.stage=3")
-KINDS = ("start", "", "checkpoint", "")
-"""Events at which the signal comes: stages of the start, anything (half of it evaluation), stages of saves."""
-SHORT = {"start": 8, "checkpoint": 6, "": 150}
-"""The events of each kind among which one is drawn: most signals then come before the last step."""
-
-
+STEPS, SAVED = 6, 3
+SETS = (f"checkpoint.every={SAVED}", "data.split=0.01", "train.eval_every=2", "train.eval_batches=3", "zero.stage=3")
+LAG = 2
+"""Steps that a run may make after a signal: ranks ask each other in the next one, and have the answer in another."""
+UPDATES = STEPS - 1 - LAG
+"""A signal after at most so many begun updates must stop the run before its last step."""
 NUM_MOMENTS = 30 if ALL else 16
-LAG = 3
-"""Steps that a run may make after a signal, and that are not in its metrics yet when the signal comes."""
+KINDS = ("start", "", "checkpoint", "")
+"""Events at which the signal comes: stages of the start, anything (much of it evaluation), stages of the first save."""
 
 
-def stop_here(folder: Path) -> None:
-    """Send this process SIGTERM, and note how many steps are recorded."""
-    recorded = folder / "metrics.jsonl"
-    (folder / "signalled").write_text(str(recorded.read_text().count("\n") if recorded.exists() else 0))
-    os.kill(os.getpid(), signal.SIGTERM)
+SENT = threading.Event()
 
 
-def moments(number: int, seed: int, folder: Path) -> list[Death]:
-    draw, act = random.Random(seed), functools.partial(stop_here, folder)
-    kinds = [KINDS[index % len(KINDS)] for index in range(number)]
-    return [Death((draw.randrange(2),), draw.randint(1, SHORT[kind]), kind, act=act) for kind in kinds]
+class Moments(Probe):
+    """Counts the events of a rank, and sends it a signal at the `count`-th of a name; notes all if that is 0."""
+
+    def __init__(self, folder: Path, rank: int = 0, name: str = "", count: int = 0, number: int = signal.SIGTERM):
+        super().__init__(self.meet)
+        self.folder, self.about = folder, (rank, name, count, number)
+        self.updates, self.counts, self.met = 0, Counter(), []
+
+    def meet(self, name: str) -> None:
+        rank, awaited, count, number = self.about
+        here = int(os.environ["RANK"])
+        if count and here != rank:
+            return
+        if name == "optimizer":
+            if self.updates == UPDATES and awaited.startswith("checkpoint"):
+                SENT.wait()  # by the thread of the first save, which steps do not wait for
+            self.updates += 1
+        self.counts[name] += 1
+        self.met.append((self.updates, name, self.counts[name]))
+        if not count:
+            (self.folder / f"met{here}").write_text(json.dumps(self.met))
+        elif (name, self.counts[name]) == (awaited, count):
+            os.kill(os.getpid(), number)
+            (self.folder / "updates").write_text(str(self.updates))
+            SENT.set()
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> dict[int, float]:
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(folder, *SETS).codes == [0, 0]
-    return losses(folder)
+def whole(tmp_path_factory) -> tuple[dict[int, float], list[list[tuple[int, str, int]]]]:
+    """The losses of an undisturbed run, and each rank's events in their order: updates begun, name, how many of it."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(folder / "run", *SETS, events=(Moments(folder),)).codes == [0, 0]
+    return losses(folder / "run"), [json.loads((folder / f"met{rank}").read_text()) for rank in range(2)]
 
 
-def stopped_whole(folder: Path, codes: list[int], said: list[str], whole: dict[int, float]) -> bool:
-    """Check how a run ended that a signal reached; return whether that came before its last step."""
-    newest = Folder(folder / "checkpoints").committed()[0]
-    assert read(newest.path).step == max(losses(folder)) == newest.step
-    assert not list((folder / "checkpoints").glob("*.tmp")) and "Traceback" not in "".join(said)
-    assert losses(folder) == {step: loss for step, loss in whole.items() if step <= newest.step}
-    if newest.step < max(whole):
-        assert codes == [PREEMPTED, PREEMPTED] and f"stopped after step {newest.step}" in said[0], said
-        assert train(folder, *SETS, resume=True).codes == [0, 0]
-        assert losses(folder) == whole
-        return True
-    assert codes == [0, 0], said
-    return False
+def moments(number: int, seed: int, met: list[list[tuple[int, str, int]]]) -> list[tuple[int, str, int, int]]:
+    """Draw (rank, name, count, signal) such that the run cannot end before it has to obey."""
+    draw, found = random.Random(seed), []
+    for index in range(number):
+        kind, rank = KINDS[index % len(KINDS)], draw.randrange(2)
+        last = {name: count for _, name, count in met[rank]}
+        early = [
+            (name, count)
+            for updates, name, count in met[rank]
+            if name.startswith(kind)
+            and (count <= last[name] // 2 if name.startswith("checkpoint") else updates <= UPDATES)
+        ]
+        found.append((rank, *draw.choice(early), draw.choice((signal.SIGTERM, signal.SIGUSR1))))
+    return found
+
+
+def stops(folder: Path, whole: dict[int, float], moment: tuple[int, str, int, int]) -> None:
+    """Send a signal in a run: it ends within LAG steps, all ranks at the same one, and resumes from there."""
+    folder.mkdir(exist_ok=True)
+    ended = train(folder / "run", *SETS, events=(Moments(folder, *moment),))
+    newest = Folder(folder / "run/checkpoints").committed()[0]
+    assert ended.codes == [PREEMPTED, PREEMPTED], (moment, ended.said)
+    assert newest.step <= int((folder / "updates").read_text()) + LAG < STEPS
+    assert f"stopped after step {newest.step}" in ended.said[0] and "Traceback" not in "".join(ended.said)
+    assert read(newest.path).step == max(losses(folder / "run")) == newest.step
+    assert not list((folder / "run/checkpoints").glob("*.tmp"))
+    assert losses(folder / "run") == {step: loss for step, loss in whole.items() if step <= newest.step}
+    assert train(folder / "run", *SETS, resume=True).codes == [0, 0]
+    assert losses(folder / "run") == whole
 
 
 @pytest.mark.parametrize(
-    ("death", "early"),
+    "moment",
     [
-        (Death((1,), 1, "start opening the process group", signal.SIGTERM), True),
-        pytest.param(Death((0,), 2, "checkpoint write", signal.SIGTERM), False, marks=pytest.mark.long),
+        (1, "start opening the process group", 1, signal.SIGTERM),
+        pytest.param((0, "checkpoint write", 1, signal.SIGUSR1), marks=pytest.mark.long),
     ],
     ids=["start", "save"],
 )
-def test_a_signal_to_one_rank_in_its_start_or_in_a_save_is_obeyed(tmp_path, whole, death, early):
-    ended = train(tmp_path / "run", *SETS, death=death)
-    assert stopped_whole(tmp_path / "run", ended.codes, ended.said, whole) or not early
+def test_a_signal_to_one_rank_in_its_start_or_in_a_save_is_obeyed(tmp_path, whole, moment):
+    stops(tmp_path, whole[0], moment)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(NUM_MOMENTS))
 def test_a_signal_to_one_rank_at_any_time_is_obeyed(tmp_path, whole, number):
-    folder = tmp_path / "run"
-    ended = train(folder, *SETS, death=moments(NUM_MOMENTS, 7, folder)[number])
-    early = stopped_whole(folder, ended.codes, ended.said, whole)
-    noted = folder / "signalled"  # some events do not come on each rank
-    assert early or not noted.exists() or int(noted.read_text()) + LAG >= max(whole)
+    stops(tmp_path, whole[0], moments(NUM_MOMENTS, 7, whole[1])[number])
 
 
-def soon(seconds: float) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+@pytest.mark.long
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path, whole):
+    """It comes in the evaluation after that step."""
+    updates, name, last = next(met for met in reversed(whole[1][1]) if not met[1].startswith("checkpoint"))
+    assert updates == STEPS
+    ended = train(tmp_path / "run", *SETS, events=(Moments(tmp_path, 1, name, last),))
+    assert ended.codes == [0, 0] and (tmp_path / "updates").read_text() == str(STEPS), ended.said
+    assert losses(tmp_path / "run") == whole[0]
+
+
+def in_a_compilation(rank: int, folder: str) -> str:
+    """Send rank 1 a signal once it compiles for the first time."""
+
+    def stop(*_: object) -> None:
+        callback.callback_handler.remove_start_callback(stop)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if rank == 1:
+        callback.callback_handler.register_start_callback(stop)
+    return folder
 
 
 @pytest.mark.long
 def test_a_signal_during_the_first_compilation_is_obeyed(tmp_path):
-    sets = ("model.compile=true", "train.steps=40", "checkpoint.every=1000")
-    death = Death((1,), 1, "forward", act=functools.partial(soon, 1.0))
-    ended = train(tmp_path / "run", *sets, death=death)
+    ended = train(tmp_path / "run", "model.compile=true", "checkpoint.every=1000", before=in_a_compilation)
     newest = Folder(tmp_path / "run/checkpoints").committed()[0]
-    assert newest.step == max(losses(tmp_path / "run"))
-    assert ended.codes in ([PREEMPTED, PREEMPTED], [0, 0]), ended.said
-    assert (ended.codes[0] == 0) == (newest.step == 40)
+    assert ended.codes == [PREEMPTED, PREEMPTED], ended.said
+    assert newest.step == max(losses(tmp_path / "run")) <= 1 + LAG

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -18,6 +19,7 @@ from runs import losses, train
 from torch import nn
 
 import zerocli
+from tiers.nvme import NvmeTier
 from zerocli.data.batches import Batches
 from zerocli.engine.comm import Collectives, Issued
 from zerocli.engine.events import EXCHANGE, Events
@@ -75,6 +77,19 @@ def slow_data(rank: int, folder: str) -> str:
     return folder
 
 
+def slow_disk(rank: int, folder: str) -> str:
+    slow, read = Slow(), NvmeTier._read_piece
+
+    async def delayed(*given: object) -> None:
+        early = slow.seconds[1:RECENT]  # later ones wait for these reads
+        await asyncio.sleep(TIMES * max(early) if len(slow.seconds) > RECENT else 0.0)
+        await read(*given)
+
+    if rank == 1:
+        steps.micro_step, NvmeTier._read_piece = slow.micro_step, delayed
+    return folder
+
+
 def named(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["slowest"] for line in lines if "slowest" in line]
@@ -99,6 +114,18 @@ def test_a_rank_that_waits_for_its_data_is_named(tmp_path, stage):
     sets = ("train.steps=24", "checkpoint.every=0", f"zero.stage={stage}")
     assert train(tmp_path / "run", *sets, before=slow_data).codes == [0, 0]
     assert (1, "data") in {(each["rank"], each["cause"]) for each in named(tmp_path / "run")}
+
+
+@pytest.mark.long
+def test_a_rank_whose_disk_is_slow_in_the_update_is_named(tmp_path):
+    sets = (
+        "train.steps=24",
+        "checkpoint.every=0",
+        "offload.placement=optimizer=nvme",
+        f"offload.nvme_path=['{tmp_path}']",
+    )
+    assert train(tmp_path / "run", *sets, before=slow_disk).codes == [0, 0]
+    assert (1, "transfers") in {(each["rank"], each["cause"]) for each in named(tmp_path / "run")}
 
 
 @pytest.mark.long

@@ -144,7 +144,8 @@ def _train_command(model: str, ask: Question, verdict: Verdict, sets: tuple[str,
     words = ["zerocli", "train", named, flags]
     if setup.ranks > setup.ranks_per_node:
         nodes = setup.ranks // setup.ranks_per_node
-        words[:2] = [f"torchrun --nnodes {nodes} --nproc-per-node {setup.ranks_per_node} -m zerocli train"]
+        meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"  # without it each node waits for others on its own
+        words[:2] = [f"torchrun --nnodes {nodes} --nproc-per-node {setup.ranks_per_node} {meeting} -m zerocli train"]
     else:
         words.append(f"--ranks {setup.ranks}")
     found = {name: given[name] for name in ("tp", "shard_ranks", "lora", "base", "batch", "seq", "precision")}

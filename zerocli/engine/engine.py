@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Placement, per_rank
+from offload import HBM, Placement, per_rank
 from offload.mover import Mover
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
@@ -37,6 +37,7 @@ from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refus
 from zerocli.engine.guards.aliases import ReleasedViews
 from zerocli.engine.guards.owners import Owners
 from zerocli.engine.guards.parameters import guard, is_sharded, unguard
+from zerocli.engine.optimizer.compiled_update import CompiledAdam
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.facade import ShardedOptimizer
 from zerocli.engine.optimizer.fused import can_fuse
@@ -92,6 +93,7 @@ class Engine:
         self._held_whole = 0
         self._views = ReleasedViews(self.model)
         self._open_tiers()
+        self._choose_compiled()
         self.units = self._build_units()
         self._open_optimizer()
         self._guard_parameters()
@@ -180,6 +182,18 @@ class Engine:
         if settings.keep_gradients is not None:
             self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
 
+    def _choose_compiled(self) -> None:
+        """Choose whether updates on the CPU are compiled; both ways are tried before states take that memory."""
+        settings, on_cpu = self.settings, self.device.type == "cpu"
+        self.compiled: CompiledAdam | None = None
+        self.compiled_reason = "nothing is updated on the CPU"
+        offloaded = any(share.tier != HBM for share in self.placement.of("optimizer"))
+        if on_cpu or (offloaded and settings.update != "stream"):
+            numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            held = numel // self.shards.world if self.stage.optimizer else numel
+            about = (self.sizing.split_master, self.precision.compute)
+            self.compiled, self.compiled_reason = choose_compiled(settings.compile_update, self.rule, held, *about)
+
     def _context(self) -> Context:
         return Context(
             self.device,
@@ -226,16 +240,10 @@ class Engine:
         self.gatherer, self.reducer, self.agreement = connect(self, self._context())
 
     def open_updater(self) -> None:
-        """Choose where offloaded states are updated, and how, and make what updates them."""
+        """Choose where offloaded states are updated, and make what updates them."""
         settings, split = self.settings, self.sizing.split_master
         offloaded = any(flat.offloaded for flat in self.flats())
-        compiled, self.compiled_reason = None, "nothing is updated on the CPU"
-        if self.device.type == "cpu" or (offloaded and settings.update != "stream"):
-            held = [flat.held.numel for flat in self.trainable() if self.device.type == "cpu" or flat.offloaded]
-            compiled, self.compiled_reason = choose_compiled(
-                *(settings.compile_update, self.rule, sum(held), split, self.precision.compute)
-            )
-        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, split, compiled)
+        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, split, self.compiled)
         self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
         self.updater = Updater(
             self.rule,
@@ -244,7 +252,8 @@ class Engine:
             self.device,
             sizing=self.sizing,
             events=self.events,
-            compiled=compiled,
+            compiled=self.compiled,
+            waits=self.waits,
         )
 
     def _wrap_modules(self) -> None:

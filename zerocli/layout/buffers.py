@@ -137,8 +137,9 @@ def gather_buffers(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> Itera
     flats that are not on the device has one beside it in which they arrive.
     """
     most: Counter[tuple[int, int, int]] = Counter()
-    for first in range(len(units)):
-        near = units[first : first + sizing.gather_buffers + 1]
+    frozen = next((at for at, unit in enumerate(units) if any(flat.trainable for flat in unit)), len(units))
+    for first in range(len(units)):  # nothing that is frozen before all that is trained is needed in backward
+        near = units[first : first + sizing.gather_buffers + (first >= frozen)]
         most |= Counter(flat.gather_size for unit in near for flat in unit)
     for size, limit in gather_limits([flat for unit in units for flat in unit], sizing).items():
         numel, width, staged = size

@@ -24,7 +24,7 @@ from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group, StepValues, WholeRule
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.optimizer.whole_update import update_together, update_whole
-from zerocli.engine.streams import SideStream, StreamEvent
+from zerocli.engine.streams import SideStream, StreamEvent, Waits
 from zerocli.engine.units.master import REMAINDER, join, narrow, split_
 from zerocli.engine.units.unit import MASTER, REPLICATED, Flat
 from zerocli.layout.buffers import slot_widths
@@ -90,8 +90,9 @@ class Updater:
         sizing: Sizing,
         events: Events = SILENT,
         compiled: CompiledAdam | None = None,
+        waits: Waits | None = None,
     ) -> None:
-        self._events = events
+        self._events, self._waits = events, waits or Waits(device)
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self.on_cpu = sizing.update_on_cpu
         self._sizing = sizing
@@ -312,6 +313,7 @@ class Updater:
         """Start fetching a chunk's parts into the slot, after the previous chunk's update and write-back."""
         flat, span = job.flat, job.span
         for transfer in slot.leaving:
+            self._wait_for_host(transfer)
             transfer.wait()
         if slot.used is not None:
             slot.used.wait()
@@ -335,6 +337,12 @@ class Updater:
             memory = self._take(job, slot, "parameters", flat.dtype, span.numel)
             slot.arriving.append(flat.param_store.fetch(span.start, memory))
 
+    def _wait_for_host(self, transfer: Transfer) -> None:
+        """Block the host until its part of a transfer has ended: a slow disk is no slow optimizer."""
+        if transfer.holds_host:
+            with self._waits.waiting("transfers"):
+                transfer.wait_for_host()
+
     def _take(self, job: Job, slot: Slot, name: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
         place = self._place(job.flat)
         held = slot.buffers.get((name, place.type))
@@ -357,6 +365,7 @@ class Updater:
         flat, span, place = job.flat, job.span, self._place(job.flat)
         self.before_update(flat)
         for transfer in slot.arriving:
+            self._wait_for_host(transfer)
             # The CPU computes at once; no stream orders it after the transfer.
             transfer.wait() if place == self._device else transfer.synchronize()
         if not flat.offloaded and not job.arrays:

@@ -114,7 +114,9 @@ class Decoder:
             source = t.new(fp32) if half else x.storage
             rstd, normal = t.new(rows * FP32), t.new(fp32)
             saved = [source, rstd, normal] if params else [source, rstd]
-            return t.op("norm", [x], nbytes, saved, [nbytes], fp32, 3 * fp32, params, unit)
+            # In half precision backward has four arrays beside the source: of a trained norm one is the saved one.
+            temporary = (4 if half and not params else 3) * fp32
+            return t.op("norm", [x], nbytes, saved, [nbytes], fp32, temporary, params, unit)
         stats = rows * (FP32 if self.batch.cuda else self.batch.width) * (1 if self.shape.norm == "rms" else 2)
         return t.op("norm", [x], nbytes, [x.storage, t.new(stats)], [nbytes], params=params, unit=unit)
 

@@ -8,6 +8,7 @@ with the last of them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import tempfile
@@ -35,7 +36,7 @@ class Board:
         if not hasattr(os, "memfd_create"):  # not Linux: no other rank opens it
             with tempfile.TemporaryFile() as file:
                 return cls(os.dup(file.fileno()))
-        fd = os.memfd_create(name)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         return cls(fd, f"{os.getpid()} {fd} {name}")
 
     @classmethod
@@ -57,6 +58,16 @@ class Board:
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         cuts = range(0, len(data), SLOT_NBYTES)
         return [data[at : at + SLOT_NBYTES].decode(errors="replace").strip("\0 ") for at in cuts]
+
+    def claim(self) -> bool:
+        """Return whether this is the first call on this board, by any rank of the host."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # which can be added once
+        except PermissionError:
+            return False
+        except (OSError, AttributeError):  # not Linux: nobody shares it
+            pass
+        return True
 
 
 def host_name() -> str:

@@ -207,9 +207,10 @@ class Heartbeats:
         """Return whether this rank reports a loss: the first that asks, or the first of its host without a store."""
         key, mine = "reporter", str(self.rank)
         first = within(PATIENCE_SECONDS, lambda: self._reach(lambda: self._store.compare_set(key, "", mine).decode()))
-        if first is not None or self._board is None:
-            return first in (mine, None)
-        return self.rank == min(rank for rank, beat in self._read_board().items() if beat.by_loss or rank == self.rank)
+        if first not in (mine, None):
+            return False
+        # On the board too, as the store may be gone when the next rank asks.
+        return self._board is None or self._board.claim() or first == mine
 
     def places(self, ranks: Sequence[int]) -> str:
         """Return on which nodes ranks are, in words, from what they have said of themselves at the start."""
