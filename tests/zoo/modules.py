@@ -227,3 +227,4 @@ trained("lora-dora-and-dropout", _adapted(dora=True, dropout=0.2), also=("stage3
 trained("lora-of-an-encoder", _adapted(Encoder, targets=["linear1", "linear2"]), also=("stage0",))
 trained("lora-and-a-whole-embedding", _adapted(targets="up", save_modules=["embed"]), also=("stage2-cpu", "stage3-cpu"))
 trained("lora-recomputed", _adapted(dropout=0.2), settings={"recompute": True}, also=("stage3-cpu",))
+trained("lora-under-units-without-children", _adapted(), settings={"units": lambda module: not list(module.children())})

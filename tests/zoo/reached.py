@@ -1,11 +1,16 @@
-"""Recomputed blocks whose state is in containers, objects, classes, functions or generators, or out of reach."""
+"""Recomputed blocks whose state is in containers, objects, classes, functions or generators, or out of reach.
+
+And those that change state and change it back, or hold objects that raise when they are looked at.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +20,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 from zoo.blocks import WIDTH, Block, Regressor, pairs
-from zoo.case import EXACT, Expected, case, either, refused
+from zoo.case import EXACT, Expected, case, either, refused, trained
 
 
 def _reached(
@@ -173,6 +178,107 @@ _reached("iterator", _set(kept=lambda: itertools.count(1)), lambda b, x: next(b.
 _reached("python-generator", _set(kept=lambda: (n for n in range(1, 99))), lambda b, x: next(b.kept), True, RECOMPUTED)
 _reached("cycle", _set(kept=lambda: itertools.cycle([1, 3, 2, 5, 4])), lambda b, x: next(b.kept), True, RECOMPUTED)
 _reached("list-that-grows-late", _set(kept=lambda: {"a": []}, calls=int), _late, True, RECOMPUTED, 6)
+
+
+class Written(Block):
+    """Only the output depends on what was written: autograd saves the same tensors in both runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = io.StringIO()
+
+    def forward(self, x):
+        self.text.write("a")
+        return super().forward(x) / len(self.text.getvalue())
+
+
+def _blocks(name: str, block: Callable[[], nn.Module], steps: int = 5, expected: Expected = EXACT) -> None:
+    def make():
+        model = Regressor(0)
+        model.blocks = nn.ModuleList(block() for _ in range(2))
+        return model
+
+    trained(f"recompute-state-{name}", make, pairs, steps, {"recompute": True}, below3=expected, at3=expected)
+
+
+_blocks("written-to-a-file", Written, expected=RECOMPUTED)
+
+
+# -- torch ends a recomputation at the last tensor that backward needs -------------------------------------------------
+
+
+class Busy(Block):
+    """A flag, two stacks and a buffer are as before when the forward ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.busy, self.stack, self.held = False, [], {"stack": []}
+        self.register_buffer("depth", torch.zeros(()))
+
+    def forward(self, x):
+        assert not self.busy
+        self.busy = True
+        self.stack.append(1)
+        self.held["stack"].append(2)
+        self.depth += 1
+        y = super().forward(x) / (len(self.stack) + len(self.held["stack"]) + self.depth.clone())
+        self.depth -= 1
+        self.stack.pop()
+        self.held["stack"].pop()
+        self.busy = False
+        return y
+
+
+class Catching(Block):
+    """Catches the exception by which torch ends a recomputation, and computes something else."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x)
+        except Exception:
+            return x + torch.tanh(self.down(self.up(x)))
+
+
+_blocks("there-and-back", Busy)
+_blocks("exceptions-caught", Catching)
+
+
+# -- objects that cannot be searched -----------------------------------------------------------------------------------
+
+
+class Raising:
+    __slots__ = ("__weakref__", "count")
+
+    def __init__(self):
+        self.count = 0
+
+    def __getattribute__(self, name):
+        raise KeyError(name)
+
+    def __eq__(self, other):
+        raise KeyError("eq")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Linked:
+    def __init__(self, value: int) -> None:
+        self.value, self.next = value, None
+
+
+def _odd_objects() -> dict[str, Any]:
+    chain = None
+    for value in range(600):
+        link = Linked(value)
+        link.next = chain
+        chain = link
+    variables: dict[str, Any] = {}
+    exec("def of_text(): return 2", variables)
+    raising = Raising()
+    return {"chain": chain, "text": variables["of_text"], "list": [raising, Raising], "proxy": weakref.proxy(raising)}
+
+
+_reached("odd-objects", _set(kept=_odd_objects, calls=lambda: [0]), lambda b, x: _bumped(b.calls, 0) * b.kept["text"]())
 
 
 @case("recompute-state-swapped-by-functional-call", below3=RECOMPUTED, at3=refused("gathered"))

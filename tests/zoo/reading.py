@@ -82,6 +82,24 @@ def read_gathered(run):
                 run.log("weights", trainer.model.blocks[0].up.weight.sum() + trainer.model.head.weight.sum())
 
 
+@case("gathered-body-that-raises", also=("stage0", "stage3-cpu"))
+def raising_body(run):
+    """What the body has written before is kept, as in plain torch, on whichever rank it raises."""
+    trainer = run.shard(Stack)
+    for step in range(3):
+        weight = trainer.model.blocks[0].up.weight
+        try:
+            with torch.no_grad(), trainer.gathered(trainer.model.blocks[0], write=True):
+                weight.mul_(0.8)
+                if step or run.rank:
+                    raise KeyError("a wrong name")
+        except KeyError:
+            run.log("raised", step)
+        trainer.edited()
+        trainer.backward(trainer(run.tokens(step, 4, 8)))
+        trainer.step()
+
+
 @case("print-a-parameter-between-steps", at3=refused("blocks.0.up.weight", "gathered"))
 def printing(run):
     trainer = run.shard(Stack)

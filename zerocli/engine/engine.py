@@ -549,11 +549,13 @@ class Engine:
         self._held_whole += 1
         try:
             flats = whole.choose(self.model, list(self.flats()), what)
-            with whole.gathered(self, flats, write):
-                yield
-            if write:
-                self.hooks.parameters_changed(flats)
-                self._invalidate_views()
+            try:
+                with whole.gathered(self, flats, write):
+                    yield
+            finally:
+                if write:
+                    self.hooks.parameters_changed(flats)
+                    self._invalidate_views()
         finally:
             self._held_whole -= 1
 

@@ -71,6 +71,8 @@ def _warn_idle(model: nn.Module, inputs: Any, output: Any) -> None:
 class Adapter(nn.Module):
     """Adds `b(a(x))` to the output of a linear layer, or to a part of it; `b` is zero at first."""
 
+    read_by_its_layer = True
+    """Its layer reads its parameters without calling it, so it cannot be a unit by itself."""
     magnitude: nn.Parameter | None
 
     def __init__(self, inputs: int, outputs: int, rank: int, like: dict[str, Any], dora: bool) -> None:

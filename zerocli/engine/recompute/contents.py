@@ -28,13 +28,13 @@ def leaves(value: Any, depth: int = 8) -> Iterator[Any]:
     kind = type(value)
     if kind in _SCALARS:
         return
-    if kind in CONTAINERS or isinstance(value, tuple | frozenset):
+    if kind in CONTAINERS or issubclass(kind, tuple | frozenset):
         if kind in CONTAINERS:
             yield value
         if depth and len(value) <= LARGE:
             for each in members(value):
                 yield from leaves(each, depth - 1)
-    elif isinstance(value, torch.Tensor) or _is_noted(value):
+    elif issubclass(kind, torch.Tensor) or _is_noted(kind):
         yield value
 
 
@@ -43,19 +43,19 @@ def containers(value: Any, depth: int = 8) -> Iterator[Any]:
     is_container = type(value) in CONTAINERS
     if is_container:
         yield value
-    if depth and (is_container or isinstance(value, tuple)) and len(value) <= LARGE:
+    if depth and (is_container or issubclass(type(value), tuple)) and len(value) <= LARGE:
         for each in members(value):
             yield from containers(each, depth - 1)
 
 
-def _is_noted(value: Any) -> bool:
-    """Whether `content` knows how to note an object that is no container."""
-    if isinstance(value, bytearray | array.array | torch.Generator | random.Random):
+def _is_noted(kind: type) -> bool:
+    """Whether `content` knows how to note an object of a class that is no container."""
+    if issubclass(kind, bytearray | array.array | torch.Generator | random.Random):
         return True
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return False
-    return isinstance(value, numpy.ndarray | numpy.random.Generator | numpy.random.RandomState)
+    return issubclass(kind, numpy.ndarray | numpy.random.Generator | numpy.random.RandomState)
 
 
 def members(value: Any) -> Iterable[Any]:
@@ -73,7 +73,7 @@ def content(value: Any) -> Any:
         return list(value)
     if kind is set:
         return set(value)
-    if not _is_noted(value):
+    if not _is_noted(kind):
         return None
     if isinstance(value, random.Random):
         return value.getstate()
@@ -115,20 +115,26 @@ def same_content(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(k in b and _same(v, b[k]) for k, v in a.items())
     if isinstance(a, list | tuple):
         return len(a) == len(b) and (all(map(is_, a, b)) or all(map(_same, a, b)))
-    if hasattr(a, "dtype"):
+    if _is_numpy(type(a)):
         return bool(a.tobytes() == b.tobytes())
     return bool(a == b)
 
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two members are the same: an object itself, or a number, or the state of a generator."""
+    kind = type(a)
     if a is b:
         return True
-    if type(a) is not type(b):
+    if kind is not type(b):
         return False
-    if isinstance(a, tuple | dict) or hasattr(a, "dtype") and not isinstance(a, torch.Tensor):
+    if issubclass(kind, tuple | dict) or _is_numpy(kind):
         return same_content(a, b)
-    return type(a) in _SCALARS and bool(a == b)
+    return kind in _SCALARS and bool(a == b)
+
+
+def _is_numpy(kind: type) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.ndarray | numpy.generic)
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -138,9 +144,10 @@ def version(tensor: torch.Tensor) -> int:
 
 def position(value: Any) -> Any:
     """Return how far an iterator or generator of Python's has got, if it can be known; None of any other object."""
-    if isinstance(value, types.GeneratorType):
+    kind = type(value)
+    if kind is types.GeneratorType:
         frame = value.gi_frame
         return (-1,) if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values()))
-    if isinstance(value, _ITERATORS):
+    if kind in _ITERATORS:
         return value.__length_hint__()
-    return repr(value) if isinstance(value, itertools.count | itertools.repeat) else None
+    return repr(value) if kind in (itertools.count, itertools.repeat) else None

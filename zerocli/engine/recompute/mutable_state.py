@@ -7,9 +7,11 @@ installed packages are followed, and of torch nothing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +27,7 @@ IGNORED = frozenset((*nn.Module().__dict__, *_OURS))
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.Tensor, torch.dtype, torch.device, types.ModuleType)
 _NOT_USERS = frozenset(("torch", "zerocli", "offload", "tiers", "builtins", "numpy", *sys.stdlib_module_names))
 _NAMESPACES = ("SimpleNamespace", "Namespace")
-_MOST = 20_000
+_MOST = 5_000
 """Objects after which the search ends."""
 
 
@@ -39,42 +41,50 @@ class Reach:
         """Visited objects by id, and code and classes apart, kept alive so that no other object gets the id."""
         self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         """Variables of each module of Python that functions name."""
+        self._next: deque[Any] = deque()
+        """What is to be visited, the nearest first: there may be more objects than the search takes."""
         for module in modules:
-            self._visit(module, inside=False)
+            self._module(module)
+            while self._next:
+                self._visit(self._next.popleft())
         self.places += [_Globals(known, list(names)) for known, names in self._named.values() if names]
 
-    def _visit(self, value: Any, inside: bool = True) -> None:
-        if isinstance(value, _ATOMS) or id(value) in self._seen or len(self._seen) > _MOST:
+    def _visit(self, value: Any) -> None:
+        kind = type(value)  # not isinstance, which asks the object itself: it may be a proxy, or raise
+        if issubclass(kind, _ATOMS) or id(value) in self._seen or len(self._seen) > _MOST:
+            return
+        if issubclass(kind, nn.Module):
+            for each in value.modules():
+                self._module(each)
             return
         self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            for each in value.modules() if inside else [value]:
-                self._module(each)
-        elif type(value) in CONTAINERS or isinstance(value, tuple | frozenset):
+        if kind in CONTAINERS or issubclass(kind, tuple | frozenset):
             if len(value) <= LARGE:
                 self._all(members(value))
-        elif isinstance(value, types.FunctionType):
-            if _is_own(value.__module__):
+        elif kind is types.FunctionType:
+            if _is_own(_home(value)):
                 self._function(value)
-        elif isinstance(value, types.MethodType):
+        elif kind is types.MethodType:
             self._all((value.__self__, value.__func__))
-        elif isinstance(value, functools.partial):
+        elif issubclass(kind, functools.partial):
             self._hold({"args": value.args, "keywords": value.keywords, "func": value.func})
-        elif isinstance(value, type):
-            if _is_own(value.__module__):
+        elif issubclass(kind, type):
+            if _is_own(_home(value)):
                 self._class(value)
         elif content(value) is None:
             self._object(value)
 
     def _all(self, values: Any) -> None:
-        for value in values:
-            self._visit(value)
+        """Visit these later; not at once, because a chain of objects is as deep as it is long."""
+        self._next.extend(values)
 
     def _hold(self, place: dict[str, Any]) -> None:
         self.places.append(place)
         self._all(list(place.values()))
 
     def _module(self, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
         self._seen[id(module)] = module
         if module._buffers or _is_users(module):
             self.buffers.append(module._buffers)
@@ -87,25 +97,26 @@ class Reach:
 
     def _object(self, value: Any) -> None:
         kind = type(value)
-        if kind.__module__.partition(".")[0] in _NOT_USERS and kind.__name__ not in _NAMESPACES:
+        if _home(kind).partition(".")[0] in _NOT_USERS and kind.__name__ not in _NAMESPACES:
             return
-        found = [value.__dict__] if hasattr(value, "__dict__") else []
-        if slots := [name for each in kind.__mro__ for name in _slots(each)]:
+        attributes = _attributes(value)
+        found = [] if attributes is None else [attributes]
+        if slots := {name: slot for each in kind.__mro__ for name, slot in _slots(each)}:
             found.append(_Slots(value, slots))
         self.places += found
-        if _is_own(kind.__module__):  # what a package's object refers to may be anything: a trainer, a whole program
+        if _is_own(_home(kind)):  # what a package's object refers to may be anything: a trainer, a whole program
             self._all((*(each for place in found for each in list(place.values())), *kind.__mro__))
 
     def _class(self, kind: type) -> None:
         """Follow a class of the user's; of a library's only what its methods name."""
-        if kind.__module__.partition(".")[0] in _NOT_USERS or (id(kind), "class") in self._seen:
+        if _home(kind).partition(".")[0] in _NOT_USERS or (id(kind), "class") in self._seen:
             return
         self._seen[(id(kind), "class")] = kind
-        if _is_own(kind.__module__):
+        if _is_own(_home(kind)):
             self._hold(_Class(kind))
         for value in list(vars(kind).values()):
             function = getattr(value, "__func__", value)
-            while isinstance(function, types.FunctionType):
+            while isinstance(function, types.FunctionType) and _home(function).partition(".")[0] not in _NOT_USERS:
                 self._function(function)
                 function = getattr(function, "__wrapped__", None)
 
@@ -126,27 +137,45 @@ class Reach:
         if defaults and any(True for _ in leaves(defaults)):
             self.places.append({"defaults": defaults})
         self._all(defaults)
-        if function.__dict__ and _is_own(function.__module__):
+        if function.__dict__ and _is_own(_home(function)):
             self.places.append(function.__dict__)
 
 
 def object_dicts(value: Any, depth: int = 3) -> Iterator[dict[str, Any]]:
     """Yield the attributes of an object that a block gets as an argument, and of the objects in it."""
     if has_state(value):
-        yield value.__dict__
+        attributes = _attributes(value)
+        assert attributes is not None
+        yield attributes
         if depth:
-            for each in list(value.__dict__.values()):
+            for each in list(attributes.values()):
                 yield from object_dicts(each, depth - 1)
-    elif isinstance(value, list | tuple | dict) and depth:
+    elif issubclass(type(value), list | tuple | dict) and depth:
         for each in value.values() if isinstance(value, dict) else value:
             yield from object_dicts(each, depth - 1)
 
 
 def has_state(value: Any) -> bool:
     """Whether an attribute's value is an object with attributes of its own."""
-    if isinstance(value, (*_ATOMS, tuple, frozenset, nn.Module, type, types.FunctionType, types.MethodType)):
+    kind = type(value)
+    if issubclass(kind, (*_ATOMS, tuple, frozenset, nn.Module, type, types.FunctionType, types.MethodType)):
         return False
-    return type(value).__module__.split(".")[0] not in ("torch", "zerocli", "builtins") and hasattr(value, "__dict__")
+    return _home(kind).split(".")[0] not in ("torch", "zerocli", "builtins") and _attributes(value) is not None
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object without asking its own code, which may raise; None if it has none."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _home(definition: Any) -> str:
+    """Return the name of a function's or class's module; an empty one if it was made from text."""
+    name = getattr(definition, "__module__", None)
+    return name if isinstance(name, str) else ""
 
 
 @functools.cache
@@ -172,15 +201,16 @@ def _names(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys((*code.co_names, *(name for each in inner for name in _names(each)))))
 
 
-def _slots(kind: type) -> list[str]:
-    return [name for name, value in vars(kind).items() if isinstance(value, types.MemberDescriptorType)]
+def _slots(kind: type) -> list[tuple[str, Any]]:
+    held = ((name, value) for name, value in vars(kind).items() if name != "__dict__")
+    return [(name, value) for name, value in held if isinstance(value, types.MemberDescriptorType)]
 
 
 def _is_state(value: Any) -> bool:
     """Whether a variable's value may be a forward's state and not a definition, or an object of Python's own."""
     if callable(value) or isinstance(value, types.ModuleType | type):
         return False
-    return not (hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] in sys.stdlib_module_names)
+    return _home(type(value)).partition(".")[0] not in sys.stdlib_module_names or _attributes(value) is None
 
 
 def _is_set(cell: types.CellType) -> bool:
@@ -233,21 +263,25 @@ class _Globals(View):
 
 
 class _Slots(View):
-    """The slots of an object."""
+    """The slots of an object; what its own code says of them is not asked."""
 
-    def __init__(self, owner: Any, names: list[str]) -> None:
-        self._owner, self._names = owner, names
+    def __init__(self, owner: Any, slots: dict[str, Any]) -> None:
+        self._owner, self._slots = owner, slots
         super().__init__(self._read())
 
     def _read(self) -> dict[str, Any]:
-        return {name: getattr(self._owner, name) for name in self._names if hasattr(self._owner, name)}
+        found = {}
+        for name, slot in self._slots.items():
+            with contextlib.suppress(AttributeError):  # not assigned
+                found[name] = slot.__get__(self._owner)
+        return found
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        object.__setattr__(self._owner, name, value)
+        self._slots[name].__set__(self._owner, value)
 
     def pop(self, name: str, *default: Any) -> Any:
-        object.__delattr__(self._owner, name)
+        self._slots[name].__delete__(self._owner)
         return super().pop(name, *default)
 
 

@@ -13,7 +13,8 @@ The first calls of a block keep copies of everything in reach and compare values
 was found to change, and compare identities, lengths and version counters, which needs no device synchronisation. A
 change that begins later is refused, because its old value is gone.
 
-The first calls also compare what autograd saves in both runs (saved_values.py): state that is not in reach is refused.
+The first calls also compare what autograd saves in both runs, and what they return (saved_values.py): state that is not
+in reach is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import contextlib
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from zerocli.engine.guards.aliases import Invalidated
 from zerocli.engine.recompute.contents import (
@@ -44,7 +46,7 @@ from zerocli.engine.recompute.contents import (
     version,
 )
 from zerocli.engine.recompute.mutable_state import IGNORED, Reach, View, object_dicts
-from zerocli.engine.recompute.saved_values import SavedValues
+from zerocli.engine.recompute.saved_values import SavedValues, is_end
 from zerocli.errors import Refused
 
 CAREFUL_CALLS = 2
@@ -98,8 +100,18 @@ class ReachableState:
         self._draws = False
         self._pure = all(map(_is_pure, self._modules))
         """Whether no forward in reach changes anything: those of the built-in models do not."""
-        self.careful = 0 if self._pure else CAREFUL_CALLS
+        self.careful = 0
+        """How many calls are still to compare all values: of two the first runs whole again, the second in part."""
+        self.catches = False
+        """Whether the forward catches the exception by which torch ends a recomputation: then all of them run whole."""
         self._mode: list[bool] = []
+
+    def begin(self) -> int:
+        """Begin a call; return how many careful ones there are still to be."""
+        training = [module.training for module in self._own]
+        if training != self._mode and not self._pure:  # train() after eval(): other buffers may change now
+            self._mode, self.careful = training, CAREFUL_CALLS
+        return self.careful
 
     def note(self, given: list[dict[str, Any]]) -> Seen:
         """Return the present state; copies of all of it while little is known about the block.
@@ -109,8 +121,6 @@ class ReachableState:
         if self._pure:
             return Seen([], [], {}, [], [], [], [])
         training = [module.training for module in self._own]
-        if training != self._mode:  # train() after eval(): other buffers may change now
-            self._mode, self.careful = training, CAREFUL_CALLS
         if self.careful:
             reach = Reach(self._modules)
             self._places, self._buffers = reach.places, reach.buffers
@@ -143,7 +153,10 @@ class ReachableState:
                 f"{self.name} is recomputed, and its forward takes from a {type(taken[0]).__name__}, which cannot be "
                 f"put back: keep a list and a number, or {_EXCLUDE}"
             )
-        if grown := [container for container, length in seen.lengths if len(container) != length]:
+        self._refuse_grown(seen.lengths)
+
+    def _refuse_grown(self, lengths: list[tuple[Any, int]]) -> None:
+        if grown := [container for container, length in lengths if len(container) != length]:
             raise Refused(
                 f"{self.name} is recomputed, and its forward has changed the length of a {type(grown[0]).__name__}, "
                 f"but not in its first calls: {_EXCLUDE}"
@@ -153,21 +166,24 @@ class ReachableState:
         return [(each, len(each)) for d, key in self._steady for each in containers(d.get(key))]
 
     @contextlib.contextmanager
-    def as_seen(self, seen: Seen) -> Iterator[None]:
-        """Give the body the state of the first run, and restore the present one afterwards."""
-        back: list[tuple[dict[str, Any], str, Any]] = []
+    def as_seen(self, seen: Seen, whole: bool) -> Iterator[None]:
+        """Give the body the state of the first run, and restore the present one afterwards.
+
+        Unless it runs `whole`, torch ends it at the last tensor that backward needs. What it has changed by then and
+        would change back (a flag, a stack) is put back here.
+        """
         self._refresh()
         careful, changed = self.careful, self._changed(seen)
+        now = [(d, items if _is_same(d, items) else dict(d)) for d, items in seen.dicts]
         tensors = {key for key in changed if isinstance(seen.copies[key].original, torch.Tensor)}
         made = {key: seen.copies[key].content.clone() for key in tensors}
         originals = [_Copy(seen.copies[key].original, None, version(seen.copies[key].original)) for key in tensors]
-        filled = [copied for copied in seen.copies.values() if _is_refilled(copied, changed)]
-        present = [(copied.original, content(copied.original)) for copied in filled]
-        for copied in filled:
+        filled = {key: copied for key, copied in seen.copies.items() if _is_refilled(copied, changed)}
+        present = [(copied.original, content(copied.original)) for copied in filled.values()]
+        for copied in filled.values():
             put_back(copied.original, copied.content, lambda each: _exchanged(each, made))
         for d, items in seen.dicts:
             for key in _differing(d, items, tensors):
-                back.append((d, key, d.get(key, _MISSING)))
                 _put(d, key, _exchanged(items.get(key, _MISSING), made))
         training, states = [module.training for module in self._own], _states() if self._draws else []
         self._switch(training, seen.training)
@@ -176,16 +192,33 @@ class ReachableState:
         try:
             yield
         finally:
-            for d, key, value in reversed(back):
-                _put(d, key, value)
-            for each, now in present:
-                put_back(each, now, lambda member: member)
+            self._refresh()
+            for d, items in now:
+                for key in _differing(d, items, set()):
+                    _put(d, key, items.get(key, _MISSING))
+            for each, before in present:
+                put_back(each, before, lambda member: member)
+            if sys.exc_info()[1] is not None:
+                self._undo_half(seen, changed | filled.keys())
+            elif not whole:
+                self.catches = True
             self._switch(seen.training, training)
             _restore_states(states)
-            self.careful = max(0, self.careful - 1)
+            self.careful = 1 if careful == CAREFUL_CALLS and whole else 0
             if careful and not self.careful:
                 self._end_careful_calls()
             self._refuse_changed(originals)
+
+    def _undo_half(self, seen: Seen, known: set[int]) -> None:
+        """Put back what a recomputation has changed and not changed back, because torch has ended it before."""
+        self._refuse_grown(seen.lengths)
+        half = {key: each for key, each in seen.copies.items() if key not in known and _differs(each, self.careful > 0)}
+        self._note_changing(seen, half.keys())
+        for each in half.values():
+            if isinstance(each.original, torch.Tensor):
+                each.original.data.copy_(each.content)
+            else:
+                put_back(each.original, each.content, lambda member: member)
 
     def _end_careful_calls(self) -> None:
         """Follow from now on only what is small or was found to change."""
@@ -198,8 +231,8 @@ class ReachableState:
 
     def _refuse_changed(self, originals: list[_Copy]) -> None:
         """Refuse a recomputation that reached a tensor although its place held a copy."""
-        error = sys.exc_info()[0]
-        if error is not None and error.__name__ != "_StopRecomputationError":  # torch's way to end a recomputation
+        error = sys.exc_info()[1]
+        if error is not None and not is_end(error):
             return
         if any(version(each.original) != each.version for each in originals):
             raise Refused(
@@ -210,9 +243,7 @@ class ReachableState:
     def _changed(self, seen: Seen) -> set[int]:
         """Return the ids of objects whose content differs from what the first run found; refuse what has no copy."""
         found = {key for key, copied in seen.copies.items() if self._found(copied)}
-        if found and self.careful:
-            rows = ((d, key, value) for d, items in seen.dicts for key, value in items.items())
-            self._changing |= {(id(d), k): d for d, k, v in rows if any(id(leaf) in found for leaf in leaves(v))}
+        self._note_changing(seen, found)
         for d, key, counted in seen.versions:
             value = d.get(key)
             if value is not None and version(value) != counted and id(value) not in seen.copies:
@@ -223,6 +254,11 @@ class ReachableState:
                         f"backward, but not in its first calls: {_EXCLUDE}"
                     )
         return found
+
+    def _note_changing(self, seen: Seen, found: Set[int]) -> None:
+        if found and self.careful:
+            rows = ((d, key, value) for d, items in seen.dicts for key, value in items.items())
+            self._changing |= {(id(d), k): d for d, k, v in rows if any(id(leaf) in found for leaf in leaves(v))}
 
     def _found(self, copied: _Copy) -> bool:
         if not self.careful and isinstance(copied.original, torch.Tensor):
@@ -255,7 +291,9 @@ class RecomputedCall:
         """The arguments, until the first run takes them: it gets the caller's own containers."""
         self._given = [d for leaf in inputs for d in object_dicts(leaf)]
         self._leaves = [(leaf, version(leaf)) for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-        self._values = SavedValues(reach.name) if reach.careful else None
+        careful = reach.begin()
+        self._values = SavedValues(reach.name) if careful else None
+        self._whole = reach.catches or careful == CAREFUL_CALLS
 
     def arguments(self, spec: TreeSpec, inputs: Any) -> Any:
         """Return (args, kwargs): the caller's own for the first run, new containers of `inputs` for the others."""
@@ -277,8 +315,18 @@ class RecomputedCall:
                 f"{self._reach.name} is recomputed, and one of its inputs was changed in place after it was given: "
                 "give it a copy, or exclude the block with shard(..., recompute=...)"
             )
-        with self._reach.as_seen(self._seen), self._noted():
+        with self._reach.as_seen(self._seen, self._whole), self._noted():
             yield
+
+    def returned(self, output: Any) -> Any:
+        """Return what a run of the forward gave; refuse a recomputation that gave other values."""
+        if self._values is not None and self._whole:
+            self._values.returned(output)
+        return output
+
+    def to_its_end(self) -> contextlib.AbstractContextManager[Any]:
+        """Let the block's first recomputation run to the forward's end, where it is compared with the first run."""
+        return set_checkpoint_early_stop(False) if self._whole else contextlib.nullcontext()
 
     def _noted(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._values is None else self._values.running()
@@ -314,14 +362,13 @@ def _is_refilled(copied: _Copy, changed: set[int]) -> bool:
         return False
     if id(copied.original) in changed:
         return True
-    return type(copied.original) in CONTAINERS and _holds(copied.content, changed)
+    return bool(changed) and type(copied.original) in CONTAINERS and _holds(copied.content, changed)
 
 
 def _holds(value: Any, changed: set[int]) -> bool:
     """Whether one of `changed` is among the members of a container's content or a tuple."""
-    if isinstance(value, dict):
-        return any(id(each) in changed or isinstance(each, tuple) and _holds(each, changed) for each in value.values())
-    return any(id(each) in changed or isinstance(each, tuple) and _holds(each, changed) for each in value)
+    held = value.values() if isinstance(value, dict) else value
+    return any(id(each) in changed or issubclass(type(each), tuple) and _holds(each, changed) for each in held)
 
 
 def _exchanged(value: Any, made: dict[int, torch.Tensor]) -> Any:
@@ -350,9 +397,13 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.nan_to_num(), b.nan_to_num())))
 
 
+def _is_same(d: dict[str, Any], items: dict[str, Any]) -> bool:
+    return len(d) == len(items) and all(map(is_, d.values(), items.values()))
+
+
 def _differing(d: dict[str, Any], items: dict[str, Any], changed: set[int]) -> list[str]:
     """Return the keys whose object was replaced, added or removed, or is among `changed`, or a tuple of such."""
-    if not changed and len(d) == len(items) and all(map(is_, d.values(), items.values())):
+    if not changed and _is_same(d, items):
         return []
     held = {id(old) for old in items.values() if type(old) is tuple and _holds(old, changed)} if changed else set()
     keys = [key for key, old in items.items() if d.get(key, _MISSING) is not old or id(old) in (changed | held)]

@@ -1,4 +1,6 @@
-"""Whether a recomputation gives what the first run of a block gave: two sums of each tensor that autograd saves."""
+"""Whether a recomputation gives what the first run of a block gave: two sums of each tensor that autograd saves, and of
+each that the block returns.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from zerocli.errors import Refused
 
+_Sums = list[tuple[torch.dtype, torch.Tensor | None]]
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-4}
 _HALF_TOLERANCE = 1e-2
 """Relative to the sum of absolute values: some kernels add in another order each time."""
 
 
 class SavedValues:
-    """The sums of what autograd saved in the first run of one call."""
+    """The sums of what autograd saved in the first run of one call, and of what it returned."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._first: list[tuple[torch.dtype, torch.Tensor | None]] | None = None
+        self._first: _Sums | None = None
+        self._returned: _Sums | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -31,33 +36,53 @@ class SavedValues:
             yield
             return
         outer_pack, outer_unpack = outer
-        found: list[tuple[torch.dtype, torch.Tensor | None]] = []
+        found: _Sums = []
+        ended = False
 
         def pack(tensor: torch.Tensor) -> Any:
+            nonlocal ended
+            if ended:  # the forward has caught the exception, and goes on
+                return tensor
             found.append((tensor.dtype, _sums(tensor)))
-            return outer_pack(tensor)
+            try:
+                return outer_pack(tensor)
+            except BaseException as error:
+                ended = is_end(error)
+                raise
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, outer_unpack):
                 yield
         except BaseException as error:
-            if type(error).__name__ != "_StopRecomputationError":  # torch's way to end a recomputation
-                raise
-            self._compare(found)
+            if is_end(error):
+                self._compare(self._first or [], found)
             raise
         if self._first is None:
             self._first = found
         else:
-            self._compare(found)
+            self._compare(self._first, found)
 
-    def _compare(self, found: list[tuple[torch.dtype, torch.Tensor | None]]) -> None:
-        for (dtype, first), (_, again) in zip(self._first or (), found, strict=False):
+    def returned(self, output: Any) -> None:
+        """Note what the first run returned; raise Refused if a later one returns other values."""
+        found = [(leaf.dtype, _sums(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if self._returned is None:
+            self._returned = found
+        else:
+            self._compare(self._returned, found)
+
+    def _compare(self, before: _Sums, found: _Sums) -> None:
+        for (dtype, first), (_, again) in zip(before, found, strict=False):
             if first is not None and again is not None and not _alike(first.tolist(), again.tolist(), dtype):
                 raise Refused(
                     f"{self._name} is recomputed, and its forward computed other values in backward than before: it "
                     "depends on something that changes from call to call, and that the engine cannot put back. Keep it "
                     "in a buffer or an attribute, or exclude the block with shard(..., recompute=...)"
                 )
+
+
+def is_end(error: BaseException | None) -> bool:
+    """Whether this is torch's way to end a recomputation."""
+    return type(error).__name__ == "_StopRecomputationError"
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def gathered(engine: Engine, flats: list[Flat], write: bool) -> Iterator[None]:
-    """See `Engine.gathered`."""
-    gatherer = engine.gatherer
+    """See `Engine.gathered`. After an exception in the body too: what it changed before is there in plain torch."""
+    gatherer, error = engine.gatherer, None
     if encoded := [flat for flat in flats if flat.codec and write]:
         raise Refused(
             f"{encoded[0].layout.entries[0].name} is stored as {encoded[0].codec}, and what is written to it would be "
@@ -38,8 +38,11 @@ def gathered(engine: Engine, flats: list[Flat], write: bool) -> Iterator[None]:
             flat.note_values()
         changed: list[str] = []
         try:
-            with gatherer.saving():
-                yield
+            try:
+                with gatherer.saving():
+                    yield
+            except Exception as raised:
+                error = raised
             for flat in flats:
                 if write:
                     _keep(flat, engine.collectives)
@@ -53,7 +56,9 @@ def gathered(engine: Engine, flats: list[Flat], write: bool) -> Iterator[None]:
     if changed:
         raise Refused(
             f"{changed[0]} was changed inside engine.gathered(...): pass write=True to keep the change on every rank"
-        )
+        ) from error
+    if error is not None:
+        raise error
 
 
 @torch.no_grad()

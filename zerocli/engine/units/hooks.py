@@ -178,7 +178,7 @@ class Hooks:
             try:
                 # Inside the checkpoint's own hooks.
                 with call.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
-                    return body(*args, **kwargs)
+                    return call.returned(body(*args, **kwargs))
             finally:
                 self._recomputing -= 1
 
@@ -203,7 +203,8 @@ class Hooks:
                 places = {id(leaf): at for at, leaf in enumerate(leaves)}
                 at = {place: index for index, place in enumerate(places.values())}
                 where = (spec, [at[places[id(leaf)]] for leaf in leaves])
-                return checkpoint(inner, kept, call, where, *(leaves[place] for place in at), use_reentrant=False)
+                with call.to_its_end():
+                    return checkpoint(inner, kept, call, where, *(leaves[place] for place in at), use_reentrant=False)
 
         return outer
 

@@ -377,7 +377,9 @@ def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, n
         return [*chosen, *repeated_blocks(model)]
     wanted = chooses(choice)
     for name, module in model.named_modules():
-        if module is not model and wanted(module) and any(True for _ in module.parameters()):
+        if module is model or getattr(module, "read_by_its_layer", False):
+            continue
+        if wanted(module) and any(True for _ in module.parameters()):
             chosen.append((name, module))
     if len(chosen) == 1:
         raise ValueError(f"no module of {type(model).__name__} matches units={choice!r}")
