@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "gpt2 in part": ("gpt2", {}, "ours", ["lora.targets=mlp.c_proj,c_attn", "lora.dora=true"]),
     "gpt2 of transformers": ("gpt2", {}, "transformers", ["lora.targets=mlp.c_proj,c_attn"]),
     "phi3": ("phi3", {}, "transformers", []),
-    "qwen3": ("qwen3", {}, "ours", []),
+    "qwen3": ("qwen3", {}, "ours", ["lora.save_modules=norm"]),
     "gemma2": ("gemma2", {}, "transformers", ["lora.dora=true"]),
     "experts": ("mixtral", {}, "transformers", ["lora.targets=q_proj,experts"]),
     "experts in part": ("mixtral", {}, "transformers", [r"lora.targets=.*\.1\..*experts\.down_proj"]),
@@ -130,6 +130,7 @@ PEFTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "expression": ("llama", "ours", {"target_modules": r".*layers\.1\..*(q_proj|up_proj)", "use_rslora": True}),
     "dora": ("qwen3", "ours", {"target_modules": ["k_proj", "down_proj"], "use_dora": True}),
     "saved": ("llama", "transformers", {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "saved by the end of a name": ("llama", "ours", {"target_modules": ["v_proj"], "modules_to_save": ["norm"]}),
     "gpt2": ("gpt2", "ours", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     "gpt2 of transformers": ("gpt2", "transformers", {"target_modules": ["attn.c_proj"], "use_dora": True}),
     "phi3": ("phi3", "transformers", {"target_modules": "all-linear", "use_dora": True}),
@@ -168,6 +169,11 @@ def test_a_tied_embedding_that_peft_trained_apart_from_the_head_is_refused(folde
         made.save_pretrained(str(tmp_path))
         with pytest.raises(UserError, match=f"are one parameter in this model, and {said}"):
             opened(folders / "qwen2", "ours", str(tmp_path), [])
+
+
+def test_a_part_of_a_fused_layer_is_not_trained_whole(folders):
+    with pytest.raises(UserError, match="q_proj, k_proj, v_proj are one matrix here"):
+        opened(folders / "llama", "ours", "4:o_proj", ["lora.save_modules=q_proj"])
 
 
 def test_a_base_in_bf16_is_merged_in_bf16(tmp_path):

@@ -7,8 +7,9 @@ import os
 
 import pytest
 
+from zerocli.checkpoint.safetensors import Weights
 from zerocli.config import from_dict, hub, load, to_dict
-from zerocli.errors import ConfigError
+from zerocli.errors import ConfigError, UserError
 
 LLAMA = dict(model_type="llama", vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
              intermediate_size=96, max_position_embeddings=64)  # fmt: skip
@@ -61,6 +62,16 @@ def test_what_the_folder_decides_cannot_be_set(folder, monkeypatch):
     assert "--set model.layers=2: layers: transformers builds the model" in refused(path, ["model.layers=2"])
     assert "tp 2: models of transformers are not split" in refused(path, (), {"parallel.tp": 2})
     assert "needs a Hugging Face folder" in refused("tiny", ["model.code=transformers"])
+
+
+def test_a_pipe_or_a_broken_link_by_the_name_of_weights_is_named(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    for make, said in ((os.mkfifo, "is a named pipe"), (lambda path: path.symlink_to("gone"), "leads to no file")):
+        make(weights)
+        assert hub.stored(str(tmp_path)) == {}  # a pipe is not waited for
+        with pytest.raises(UserError, match=said):
+            Weights(tmp_path)
+        weights.unlink()
 
 
 def test_folders_without_safetensors_get_the_next_command(folder, tmp_path):

@@ -214,6 +214,13 @@ def test_the_balance_of_experts_is_part_of_the_loss_if_the_config_says_so(there,
         assert all(torch.allclose(state[name], expected[name], atol=2e-4) for name in expected)
 
 
+def test_experts_of_any_width_compute_in_16_bits(tmp_path):
+    """torch's grouped product takes rows of a multiple of 16 bytes only."""
+    path = write("mixtral", tmp_path, intermediate_size=20)
+    model = transformers_model.build(str(path), 12, "cpu").bfloat16()
+    assert model(tokens()[:, :-1], tokens()[:, 1:]).isfinite()
+
+
 def test_dropout_of_the_config_counts(tmp_path):
     folder = write("gpt2", tmp_path / "gpt2", resid_pdrop=0.5)
     model = transformers_model.build(str(folder), 12, "cpu")

@@ -217,6 +217,25 @@ def test_fit_counts_states_of_adapters_alone(capsys):
     assert code == 0 and most["max"]["value"] > 1
 
 
+def test_a_built_in_family_of_a_folder_is_traced_with_the_adapters_that_formulas_plan(tmp_path, capsys):
+    values = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    values |= {"intermediate_size": 24, "vocab_size": 64, "tie_word_embeddings": False, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    words = (
+        str(tmp_path / "config.json"),
+        "--lora",
+        "2:q_proj,down_proj",
+        "--seq",
+        "8",
+        "--ranks",
+        "1",
+        "--stage",
+        "0",
+    )
+    plain, traced = (ask(capsys, *words, *more)[1]["model"] for more in ((), ("--trace",)))
+    assert traced["trainable_parameters"] == plain["trainable_parameters"] == 2 * 2 * (16 + 16 + 16 + 24)
+
+
 @pytest.mark.parametrize(
     "words,said",
     [

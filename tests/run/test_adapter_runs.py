@@ -112,6 +112,13 @@ def test_another_base_is_refused_and_one_that_moved_is_asked_for(whole, base, tm
         assert cli.run(words) == 2, words
         assert said in (told := capsys.readouterr().err) and "Traceback" not in told, told
     assert cli.run(["generate", str(run), "x", "--max-tokens", "3", "--set", f"train.init_from={base}"]) == 0
+    made = capsys.readouterr().out
+    assert cli.run(["export", str(run), str(tmp_path / "adapter")]) == 0
+    beside = ["generate", str(base), "x", "--max-tokens", "3", "--set", "data.tokenizer=bytes"]
+    assert cli.run([*beside, "--lora", str(tmp_path / "adapter")]) == 0
+    assert capsys.readouterr().out == made
+    assert cli.run([*beside, "--lora", "2"]) == 2
+    assert "holds no adapters, and new ones of rank 2 would add nothing" in capsys.readouterr().err
     assert cli.run(["generate", str(run), "x", "--set", f"train.init_from={other}"]) == 2
     assert "trained on another base" in capsys.readouterr().err
     assert cli.run(["export", str(run), out, "--merge", "--base-dir", str(base)]) == 0

@@ -28,7 +28,7 @@ from zerocli.errors import FAILURE, UserError
 from zerocli.files import BlockFile, pread
 from zerocli.layout.shards import round_up
 from zerocli.ranks.startup import STARTUP
-from zerocli.regular_files import unique_names
+from zerocli.regular_files import kind_of, unique_names
 
 DTYPES = {
     "F64": torch.float64,
@@ -143,7 +143,14 @@ class Weights:
         elif (self.path / SINGLE).is_file():
             files = [self.path / SINGLE]
         else:
-            files = sorted(file for file in self.path.glob("*.safetensors") if file.is_file())
+            named = sorted(self.path.glob("*.safetensors"))
+            files = [file for file in named if file.is_file()]
+            if named and not files:
+                fact = f"is {kind_of(named[0])}" + (", which leads to no file" if named[0].is_symlink() else "")
+                raise UserError(
+                    f"{named[0]} {fact}",
+                    hint=f"hf download OWNER/NAME --local-dir {quoted(self.path)}, or a copy of the weights themselves",
+                )
             if not files:
                 raise UserError(f"{self.path}: there is no .safetensors file in it", hint="zerocli export RUN DIR")
         for file in files:

@@ -222,9 +222,8 @@ def _trace(source: Source, setup: Setup) -> Model:
         from zerocli.models.lora import adapted
 
         if built_in is None or shape is None:
-            model = build_factory(source.factory)
-        else:
-            model = build(built_in, shape.positions or setup.seq, "meta")
-        return adapted(model, source.config)
+            return adapted(build_factory(source.factory), source.config)
+        model = build(built_in, shape.positions or setup.seq, "meta")
+        return adapted(model, dataclasses.replace(source.config, model=built_in))  # whose layers targets name
 
     return trace(source.name, make, setup)

@@ -21,7 +21,8 @@ from zerocli.checkpoint.folder import MANIFEST
 from zerocli.cli.run_dirs import nearest_run
 from zerocli.cli.train import has_checkpoint, option_words, own_config
 from zerocli.cli.types import FiniteRange
-from zerocli.config.hints import LIST, unknown_source
+from zerocli.config.hints import LIST, unknown_source, with_base
+from zerocli.config.lora import ADAPTER_CONFIG
 from zerocli.console import quoted, say
 from zerocli.data.prompts import read_prompts
 from zerocli.errors import OK, UserError
@@ -59,6 +60,7 @@ _WHERE = "zerocli train CONFIG --run-dir RUN, then zerocli generate RUN; or the 
 @click.option("--stage", type=int, metavar="0..3", help="3 (default with several ranks) partitions the weights.")
 @click.option("--offload", metavar="PLACEMENT", help="Where weights live, such as params=cpu.")
 @click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or auto; by default the run's.")
+@click.option("--lora", metavar="ADAPTER", help="Adapters beside the weights of FOLDER: of an export or of peft.")
 @click.option("--set", "sets", multiple=True, metavar="SECTION.KEY=VALUE", help="Any key; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.pass_context
@@ -82,8 +84,14 @@ def command(
         raise UserError(
             f"{source}: is not a run, so it has no checkpoints to choose from", hint="without --best, --step"
         )
+    if is_run and given["lora"] is not None:
+        fact = f"--lora {given['lora']}: {source} is a run, whose own adapters are used"
+        raise UserError(fact, hint="the same without --lora, or with the folder of the base in place of the run")
     step = best_step(source) if best else step
     config = read_config(source, is_run, given)
+    if not is_run and config.lora.rank and not config.lora.start:
+        fact = f"{source}: holds no adapters, and new ones of rank {config.lora.rank} would add nothing"
+        raise UserError(fact, hint="--lora ADAPTER, the folder of an export or of peft")
     if not is_run:
         refuse_bytes(config.data.tokenizer, source)
     if worker is None:
@@ -145,6 +153,8 @@ def find(source: str) -> bool:
     if (path / "metrics.jsonl").is_file():
         raise UserError(f"{source}: the run has no checkpoint", hint="zerocli train --save-every 100")
     error = unknown_source(source, ())
+    if (path / ADAPTER_CONFIG).is_file():
+        raise UserError(*error.lines, hint=with_base(source, 'zerocli generate {base} "..." --lora {folder}'))
     if error.hint != LIST:  # an adapter, GGUF, a tokenizer
         raise UserError(*error.lines, hint=error.hint)
     raise UserError(f"{source}: has neither checkpoints nor config.json and safetensors", hint=_WHERE)
@@ -159,6 +169,7 @@ def read_config(source: str, is_run: bool, given: dict[str, Any]) -> configs.Con
     if not path:
         raise UserError(f"{run_dir}: has no config.json", hint="zerocli export RUN FOLDER, then generate from FOLDER")
     flags = {"train.precision": given["precision"], "zero.stage": given["stage"], "parallel.tp": 1}
+    flags["lora.rank"] = given.get("lora")
     flags["parallel.shard_ranks"] = 0
     flags |= {"train.accumulate": 1, "train.global_batch": 0, "train.log_to": ()}
     if not any(text.startswith("offload.") for text in given["sets"]):

@@ -24,8 +24,6 @@ FLAGS = {
     "qlora": "--lora 16 --base nf4",
     "peft": ADAPTERS,
     "adapter": ADAPTERS,
-    "lora-r": ADAPTERS,
-    "lora-rank": ADAPTERS,
     "load-in-4bit": "--lora 16 --base nf4",
     "load-in-8bit": "--lora 16 --base int8",
     "quantization": QUANTIZED,
@@ -56,7 +54,6 @@ FLAGS = {
     "max-new-tokens": "--max-tokens",
     "prompt": "PROMPT as a word of its own: zerocli generate RUN PROMPT",
     "format": "zerocli export RUN OUT writes safetensors; llama.cpp's convert_hf_to_gguf.py reads that folder",
-    "merge": "zerocli export RUN OUT, which writes whole weights: there are no adapters to merge",
     "do-train": "the same without it: zerocli train trains",
     "overwrite-output-dir": "another folder: nothing is overwritten",
     "dataloader-num-workers": "the same without it: a thread of each rank reads ahead",
@@ -70,6 +67,7 @@ FLAGS = {
 }
 """Flag of another program, without its dashes -> ours, where that is no key by another name (`OTHER_NAMES`)."""
 FAMILIES = (
+    (r"merge", "zerocli export RUN OUT --merge, once the run has ended"),
     (r"lora|peft|adapter|finetuning-type", ADAPTERS),
     (r"[48]-?bit|quant|bnb|gptq|awq", QUANTIZED),
     (

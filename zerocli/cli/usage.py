@@ -49,6 +49,7 @@ _EXAMPLES = {
     "--hardware": "h100, or --hardware h100,h200",
     "--tokens": "1T",
     "--lora": "16, or --lora 16:q_proj,v_proj",
+    "--base": "nf4",
     "--file-size": "5GB",
     "--data": "FILE",
     "--set": "SECTION.KEY=VALUE",
@@ -111,7 +112,7 @@ def _after(problem: Problem) -> str:
     key, equals, value = problem.place.removeprefix("--set ").partition("=")
     given = problem.place.startswith("--set ")
     if given and "." in problem.suggestion:
-        return f"--set {problem.suggestion}={value or '...'}"
+        return f"--set {problem.suggestion}" + ("" if "=" in problem.suggestion else f"={value or '...'}")
     if given and not equals:
         name, _, rest = key.replace(":", " ").partition(" ")
         keys = _keys(name)

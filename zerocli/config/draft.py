@@ -68,6 +68,13 @@ OTHER_NAMES = {
     for name in names.split()
 }
 """Name that other programs have for a key, without its section and with `_` for `-` -> our key."""
+OTHER_SETTINGS = {
+    "gradient_checkpointing": "activations.policy=recompute",
+    "load_in_4bit": "lora.base=nf4",
+    "load_in_8bit": "lora.base=int8",
+    **dict.fromkeys(("qlora", "quantization", "quantization_bit", "bnb_4bit_quant_type"), "lora.base=nf4"),
+}
+"""The same for keys of another kind than ours: the key with its value."""
 _WEIGHT = re.compile(r":[0-9.]+$")
 """What follows a path in PATH:WEIGHT."""
 CODE = "model.code"
@@ -267,6 +274,8 @@ def build(values: Mapping[str, Any]) -> Config:
 def unknown(key: str, value: object, place: str) -> Problem:
     section, dot, name = key.partition(".")
     shown = quote(key, 80)[1:-1]
+    if value and (name or section) in OTHER_SETTINGS:
+        return Problem(place, f"there is no key {shown}", OTHER_SETTINGS[name or section])
     if (name or section) in OTHER_NAMES and not isinstance(value, Mapping):
         return Problem(place, f"there is no key {shown}", OTHER_NAMES[name or section])
     if not dot:

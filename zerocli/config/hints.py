@@ -23,14 +23,14 @@ _ADAPTER = "holds an adapter (adapter_config.json), which is no model without it
 DOWNLOAD = "hf download OWNER/NAME --local-dir NAME, of the model in safetensors; then zerocli train ./NAME --data FILE"
 
 
-def with_base(folder: str) -> str:
-    """Return the command that goes on from an adapter, with its base as far as it says which."""
+def with_base(folder: str, command: str = "zerocli train {base} --lora {folder} --data FILE") -> str:
+    """Return a command that takes an adapter and its base, as far as it says which; by default, one that goes on."""
     base = "BASE"
     with contextlib.suppress(OSError, ValueError, UserError):
         values = json.loads(read_regular(os.path.join(folder, "adapter_config.json"), MAX_CONFIG_NBYTES))
         found = values.get("base_model_name_or_path") if isinstance(values, dict) else None
         base = found if isinstance(found, str) and os.path.isdir(found) else base
-    return f"zerocli train {quoted(base)} --lora {quoted(folder)} --data FILE"
+    return command.format(base=quoted(base), folder=quoted(folder))
 
 
 def unknown_source(source: str, names: Sequence[str]) -> ConfigError:

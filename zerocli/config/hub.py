@@ -111,7 +111,7 @@ def has_weights(folder: str) -> bool:
 def stored(folder: str) -> dict[str, int]:
     """Return the parameters in a folder's safetensors by dtype (`BF16`); of unreadable files none."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in sorted(filter(Path.is_file, Path(folder).glob("*.safetensors"))):  # reading a pipe would wait
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             with open(path, "rb") as file:
                 size = int.from_bytes(file.read(8), "little")

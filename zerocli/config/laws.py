@@ -41,7 +41,7 @@ def _law_broken(field: dataclasses.Field[Any], value: Any) -> tuple[str, str]:
     choices = law.get("choices")
     if choices and value not in choices:
         known = [quote(c).strip('"') for c in choices if c != ""]
-        meant = closest(value, known) if isinstance(value, str) else ""
+        meant = law.get("meant", {}).get(value) or closest(value, known) if isinstance(value, str) else ""
         return f"{quote(value)} is not one of {', '.join(known)}", meant
     if "form" in law and value != field.default and not law["form"].fullmatch(value):
         return f"{quote(value)} is not of the form {law['example']}", ""

@@ -16,6 +16,8 @@ from zerocli.layout.recompute import POLICY
 def setting(default: Any, **law: Any) -> Any:
     """Return a field and the law of its value: `choices`, `least`, `most`, `above`, `below`, `size` (of bytes).
 
+    `meant` maps other programs' values to choices.
+
     `memory` marks the size of a device: of text, a small number without a unit is refused. `share` marks a number of
     steps that may also be a share of the run's, below 1; a run turns it into steps when it knows how many it has.
     """
@@ -310,7 +312,7 @@ class LoraConfig:
     """Modules that are trained whole beside the adapters, and saved with them: embed_tokens, lm_head."""
     dtype: str = setting("compute", choices=("compute", "fp32"))
     """What adapters compute in: as the model (their master is fp32 in any case), or fp32."""
-    base: str = setting("", choices=BASES)
+    base: str = setting("", choices=BASES, meant=dict.fromkeys(("int4", "fp4", "4bit", "4"), "nf4"))
     """What the frozen matrices of the repeated blocks are stored in: nf4 (4.13 bits), int8 (8.13 bits), or as they
     compute (bf16, or empty)."""
     start: str = setting("")

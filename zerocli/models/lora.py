@@ -375,15 +375,24 @@ def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | Non
             first.get(name, name)
             for name, _ in model.named_parameters(remove_duplicate=False)
             for module in ((theirs or {}).get(name.rpartition(".")[0], ()) or (name.rpartition(".")[0],))
-            if re.search(rf"(^|\.){re.escape(wanted)}(\.|$)", module)
+            if re.search(rf"{re.escape(wanted)}(\.|$)", module)  # the end of a module's name, as in peft
         }
         if not here:
-            known = dict.fromkeys(part for name, _ in model.named_modules() for part in name.split(".")[-1:] if part)
+            paths = [path for path, module in model.named_modules() if next(module.parameters(), None) is not None]
+            names = (name for path in paths for name in (theirs or {}).get(path, (path,)))
+            known = dict.fromkeys(part for name in names for part in name.split(".")[-1:] if part)
             shown = [name for name in known if not name.isdigit()]
             raise UserError(
                 f"lora.save_modules: there is no module {wanted}; there are {', '.join(shown[:20])}",
                 hint=f"--set lora.save_modules={closest(wanted, shown) or 'lm_head'}",
             )
+        for layer in sorted({name.rpartition(".")[0] for name in here}):
+            if len(parts := (theirs or {}).get(layer, ())) > 1:
+                ends = [part.rpartition(".")[2] for part in parts]
+                raise UserError(
+                    f"lora.save_modules: {wanted}: {', '.join(ends)} are one matrix here, which is not saved in parts",
+                    hint="--set model.code=transformers, where each is a layer; or targets in place of save_modules",
+                )
         found |= here
     return found
 

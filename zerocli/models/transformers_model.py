@@ -52,6 +52,7 @@ def build(folder: str, seq: int, device: str | torch.device = "meta") -> nn.Modu
             fact = f"transformers cannot build {config.model_type}: {type(error).__name__}: {hub.first_line(error)}"
             raise UserError(fact) from error
         _refuse_other_losses(model, folder)
+        _take_any_width(model)
         longest = hub.max_positions(config)
         if longest and seq > longest:
             raise UserError(f"seq {seq} is beyond the {longest} positions the model was made for", hint="--seq")
@@ -95,6 +96,13 @@ def _class_of(config: Any, folder: str) -> Any:
     if masked and not getattr(config, "is_decoder", False):
         raise refuse("attends to both sides: it is no causal language model unless its config says is_decoder")
     return getattr(transformers, found if isinstance(found, str) else found[0])
+
+
+def _take_any_width(model: Any) -> None:
+    """Let experts of any width compute in 16 bits: torch's grouped product needs rows of a multiple of 16 bytes."""
+    sides = [side for name, each in model.named_parameters() if "experts" in name for side in each.shape[1:]]
+    if any(side % 8 for side in sides) and getattr(model.config, "_experts_implementation", "") == "grouped_mm":
+        model.set_experts_implementation("batched_mm")
 
 
 def _refuse_other_losses(model: Any, folder: str) -> None:

@@ -29,6 +29,7 @@ from zerocli.errors import FAILURE, OK, UserError
 from zerocli.layout.sizes import count_of, format_count
 from zerocli.run.complete import PADDED_TO, Sampling, complete
 from zerocli.run.engines import make_engine, make_model
+from zerocli.run.folders.resume import start_adapters
 from zerocli.run.processes.watchdog import Watchdog, end_process
 from zerocli.run.trainer import join_ranks
 
@@ -176,6 +177,7 @@ def load(engine: Engine, config: Config, weights: Weights, tell: Tell) -> None:
     sharded = f"stage {config.zero.stage} on {count_of(engine.collectives.world, 'rank')}, {engine.precision.name}"
     if not weights.is_run:
         names = load_weights(engine, weights.path, config.model)
+        start_adapters(engine, config, tell)
         tell(f"{format_count(engine.numel)} parameters from {weights.path}, {names}; {sharded}")
         return
     found = candidates(weights.path, weights.step)
