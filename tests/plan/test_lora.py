@@ -217,6 +217,14 @@ def test_fit_counts_states_of_adapters_alone(capsys):
     assert code == 0 and most["max"]["value"] > 1
 
 
+@pytest.mark.long
+def test_fit_counts_what_dora_computes_beside(capsys):
+    words = ("tiny", "--lora", "4", "--ranks", "1", "--stage", "0", "--hardware", "h100")
+    plain, dora = (ask(capsys, *words, *more)[1]["candidates"][0] for more in ((), ("--set", "lora.dora=true")))
+    products = 4 * 8 * 128 * 128 * 2  # of the four projections of a block, at least one more each is kept
+    assert dora["peaks"]["steady"] > plain["peaks"]["steady"] + 4 * products
+
+
 def test_a_built_in_family_of_a_folder_is_traced_with_the_adapters_that_formulas_plan(tmp_path, capsys):
     values = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     values |= {"intermediate_size": 24, "vocab_size": 64, "tie_word_embeddings": False, "max_position_embeddings": 32}

@@ -182,8 +182,8 @@ def _model(
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     lora = source.config.lora
     traced = traced or ((chooses or lora.rank > 0) and bool(source.factory))
-    if lora.rank and source.shape is not None and (source.shape.experts or source.shape.latent):
-        traced = True  # formulas have adapters of dense blocks alone
+    if lora.rank and source.shape is not None and (source.shape.experts or source.shape.latent or lora.dora):
+        traced = True  # formulas have adapters of dense blocks alone, and nothing of what DoRA computes beside them
     if (found := plan_source(source, traced, setup, notes)) is not None:
         return found
     if traced:
