@@ -278,7 +278,11 @@ def _odd_objects() -> dict[str, Any]:
     return {"chain": chain, "text": variables["of_text"], "list": [raising, Raising], "proxy": weakref.proxy(raising)}
 
 
-_reached("odd-objects", _set(kept=_odd_objects, calls=lambda: [0]), lambda b, x: _bumped(b.calls, 0) * b.kept["text"]())
+_reached(
+    "odd-objects",
+    _set(kept=_odd_objects, calls=lambda: [0], gone=lambda: weakref.proxy(Linked(0))),
+    lambda b, x: _bumped(b.calls, 0) * b.kept["text"](),
+)
 
 
 @case("recompute-state-swapped-by-functional-call", below3=RECOMPUTED, at3=refused("gathered"))

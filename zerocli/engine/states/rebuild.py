@@ -19,7 +19,8 @@ PLAIN = (int, float, str, bool, type(None))
 
 def meta_attributes(module: nn.Module) -> list[str]:
     """Return the module's attributes that are meta tensors, but neither parameters nor buffers."""
-    return [name for name, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
+    # Not isinstance, which asks the object itself: a weak reference's proxy may have lost what it stands for.
+    return [name for name, value in vars(module).items() if issubclass(type(value), torch.Tensor) and value.is_meta]
 
 
 def fill_from_rebuilt(module: nn.Module, path: str, buffers: Sequence[str], device: torch.device) -> None:
