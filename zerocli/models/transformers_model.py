@@ -101,7 +101,7 @@ def _class_of(config: Any, folder: str) -> Any:
 def _take_any_width(model: Any) -> None:
     """Let experts of any width compute in 16 bits: torch's grouped product needs rows of a multiple of 16 bytes."""
     sides = [side for name, each in model.named_parameters() if "experts" in name for side in each.shape[1:]]
-    ways = getattr(model, "get_experts_implementation", dict)()  # which transformers 4 has not
+    ways: dict[str, str] = getattr(model, "get_experts_implementation", dict)()  # which transformers 4 has not
     if any(side % 8 for side in sides) and "grouped_mm" in ways.values():
         model.set_experts_implementation("batched_mm")
 
