@@ -107,8 +107,8 @@ class Setup(Sharding):
 
     @property
     def updates_on_cpu(self) -> bool:
-        """Whether the CPU updates offloaded states; with `auto`, a GPU is assumed to stream them."""
-        return self.update == "cpu" or (self.update == "auto" and self.device == "cpu")
+        """Whether the CPU updates all offloaded states: as asked, or because there is no other device."""
+        return self.update == "cpu" or (self.update in ("auto", "both") and self.device == "cpu")
 
     @property
     def updates_on_both(self) -> bool:

@@ -103,8 +103,8 @@ def choose_update(
     if asked not in PLACES:
         raise ValueError(f"update {asked!r} is not one of {', '.join(PLACES)}")
     away = [share.tier for share in placement.of("optimizer") if share.tier != HBM]
-    if device.type == "cpu":
-        return UpdatePlace(True, reason="the device is the CPU" if asked == "auto" else "as asked")
+    if device.type == "cpu" and asked in ("auto", "both"):
+        return UpdatePlace(True, reason="the device is the CPU")
     if asked in ("cpu", "stream") or not away:
         return UpdatePlace(asked == "cpu")
     if asked == "auto" and numel < LEAST_NUMEL:

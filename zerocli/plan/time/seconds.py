@@ -73,12 +73,10 @@ class Moved:
     up: float = 0.0
     down: float = 0.0
     disk: float = 0.0
-    alone: float = 0.0
-    """Bytes, in either direction, that move while nothing else does."""
 
     def pcie_seconds(self, hardware: Hardware) -> float:
         both = (self.up + self.down) / (2 * hardware.both_ways)
-        return (max(self.up, self.down, both) + self.alone) / (hardware.pcie * GB * LINK)
+        return max(self.up, self.down, both) / (hardware.pcie * GB * LINK)
 
     def disk_seconds(self, hardware: Hardware) -> float:
         return self.disk / (hardware.disk * GB * DISK)
@@ -362,10 +360,9 @@ def _moved(plan: Plan, local: float, cpu: float) -> tuple[Moved, Moved, Moved]:
         )
         updated = parameters * plan.num_trained / plan.numel
         fetched = updated if setup.sizing.split_master and states else 0  # for the update, beside the gather
-        first.up += through * (states + gradients + fetched) + parameters
+        # What the device updates it also writes into the memory of the gather.
+        first.up += through * (states + gradients + fetched - updated) + parameters
         first.down += through * (states + updated) + checkpoints
-        # Updated parameters are written before they are gathered, which leaves gaps as long as both take.
-        first.alone += through * (updated + parameters) * bool(states)
         backward.up += parameters + gradients * added + checkpoints
         backward.down += gradients
         forward.up += parameters
