@@ -7,12 +7,12 @@ activations only the checkpoint arena is here; a plan replays the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
 from zerocli.layout.codecs import scratch_nbytes
-from zerocli.layout.constants import CPU_GROUP, MAX_BUCKETS, NUM_SLOTS
+from zerocli.layout.constants import CPU_GROUP, LEAST_CPU_SHARE, MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN, Entry
 
@@ -238,6 +238,21 @@ def takes_turns(flat: FlatSpec, sizing: Sizing) -> bool:
     """Whether the CPU updates a part of the flat's chunks where they are, and the device the others."""
     near = all(tier == HBM or tier in sizing.addressable for tier in flat.tiers.values())
     return sizing.cpu_share > 0 and near and flat.tiers["optimizer"] != HBM and fuses(flat, sizing)
+
+
+def share_of_cpu(link: float, cpu: float, width: int, away: Collection[str], sizing: Sizing) -> float:
+    """Return the share of the update with which the CPU takes as long as the link: 0 if it would be a small one.
+
+    `link` and `cpu` are seconds of a parameter: for copies of its states in both directions, and for its update by the
+    CPU. The kinds in `away` are in host memory. The link also carries what either device has to get of the other kinds.
+    """
+    states = 2 * sizing.state_width(width)
+    grad, parameters = sizing.grad_width(width), "parameters" in away
+    streamed = states + grad * ("gradients" in away) + width * parameters * (2 if sizing.split_master else 1)
+    kept = grad * ("gradients" not in away) + width * (1 if parameters else 2)
+    byte = link / states
+    share = min(1.0, byte * streamed / max(1e-30, cpu + byte * (streamed - kept)))
+    return share if share >= LEAST_CPU_SHARE else 0.0
 
 
 class Turns:

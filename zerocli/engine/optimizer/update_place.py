@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.placement import HBM, Placement
+from offload.placement import HBM, KINDS, Placement
 from tiers.pages import Pages, Registrar
 from tiers.streams import record_event
 from zerocli.engine.optimizer.compiled_update import (
@@ -27,6 +27,7 @@ from zerocli.engine.settings import Settings
 from zerocli.engine.units.master import REMAINDER, narrow
 from zerocli.engine.units.master import split as master_parts
 from zerocli.engine.units.unit import MASTER
+from zerocli.layout.buffers import share_of_cpu
 from zerocli.layout.flats import FP32, Sizing
 from zerocli.layout.shards import Span
 from zerocli.layout.sizes import format_count
@@ -36,8 +37,6 @@ LEAST_NUMEL = 4_000_000
 """Parameters that a rank updates on the CPU from which compiling is worth it: fewer take torch's operations 20 ms."""
 MOST_NUMEL = 48_000_000
 """Parameters with which a CPU's part is timed, at most: their states do not fit a cache."""
-LEAST_SHARE = 0.1
-"""The CPU takes no smaller part: copies and the thread take time of the host's."""
 LINK_NBYTES, NUM_COPIES = 64 << 20, 40
 """Bytes of a copy over the link, and how many copies go each way while the CPU's part is timed: 50 ms on PCIe 5."""
 PLACES = ("auto", "cpu", "stream", "both")
@@ -102,21 +101,21 @@ def choose_update(
     asked = settings.update
     if asked not in PLACES:
         raise ValueError(f"update {asked!r} is not one of {', '.join(PLACES)}")
-    away = [share.tier for share in placement.of("optimizer") if share.tier != HBM]
+    away = {kind: [share.tier for share in placement.of(kind) if share.tier != HBM] for kind in KINDS}
     if device.type == "cpu" and asked in ("auto", "both"):
         return UpdatePlace(True, reason="the device is the CPU")
-    if asked in ("cpu", "stream") or not away:
+    if asked in ("cpu", "stream") or not away["optimizer"]:
         return UpdatePlace(asked == "cpu")
     if asked == "auto" and numel < LEAST_NUMEL:
         return UpdatePlace(reason=f"fewer than {format_count(LEAST_NUMEL)} parameters per rank")
     try:
-        kernel = open_same(settings, rule, device, sizing, dtype, away)
+        kernel = open_same(settings, rule, device, sizing, dtype, away["optimizer"])
     except Unavailable as error:
         return UpdatePlace(reason=f"the CPU takes no part: {error}")
     stream, cpu = measure_both(kernel, device, sizing, dtype, min(numel, MOST_NUMEL))
-    share = stream / (stream + cpu)
+    share = share_of_cpu(stream, cpu, dtype.itemsize, [kind for kind, tiers in away.items() if tiers], sizing)
     facts = f"{stream * 1e9:.2f} s for a billion parameters through the GPU, {cpu * 1e9:.2f} s on the CPU, measured"
-    if asked == "auto" and share < LEAST_SHARE:
+    if not share:
         return UpdatePlace(reason=f"the CPU takes no part: {facts}")
     return UpdatePlace(share=share, kernel=kernel, reason=f"{share:.0%} on the CPU: {facts}")
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload.placement import HBM
+from offload.placement import HBM, KINDS
+from zerocli.layout.buffers import share_of_cpu
 from zerocli.plan.blocks.work import Work
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -27,10 +28,8 @@ LINK, DISK = 0.95, 0.9
 """Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200; its disk was slower
 with files of 8 GiB than with the benchmark's of one)."""
 BESIDE_LINK = 0.8
-"""Share of its rate that the CPU's part of an update reaches while the link reads and writes the same memory (beside an
-H200 0.28 s for a billion parameters, 0.22 s alone)."""
-LEAST_SHARE = 0.1
-"""The CPU takes no smaller part, as in the engine."""
+"""Share of its rate that each of the link and the CPU's part of an update reaches while the other uses the same memory
+(beside an H200 the CPU takes 0.26 to 0.28 s for a billion parameters, 0.22 s alone)."""
 DECODING_NBYTES = {"nf4": 2.52, "int8": 3.02}
 """Bytes that decoding a parameter into bf16 reads and writes: its code, its share of the scales, the result."""
 CHECKPOINT_WAIT = 0.4
@@ -146,10 +145,11 @@ def _share_of_cpu(setup: Setup, hardware: Hardware) -> float:
         return 1.0
     if not setup.updates_on_both:
         return 0.0
-    width = setup.state_width
-    stream = Moved(up=width, down=width).pcie_seconds(hardware)
-    share = stream / (stream + setup.local_ranks / (hardware.adam * GB * BESIDE_LINK))
-    return share if share >= LEAST_SHARE else 0.0
+    width, placement = setup.state_width, setup.placement()
+    link = Moved(up=width, down=width).pcie_seconds(hardware) / BESIDE_LINK
+    cpu = setup.local_ranks / (hardware.adam * GB * BESIDE_LINK)
+    away = [kind for kind in KINDS if any(share.tier != HBM for share in placement.of(kind))]
+    return share_of_cpu(link, cpu, setup.width, away, setup.sizing)
 
 
 def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
