@@ -68,7 +68,7 @@ def main(shape: str, offload: str, update: str, nvme_path: tuple[str, ...], stag
         "parameters": engine.numel,
         "offload": offload,
         "update": "cpu" if engine.updater.on_cpu else "stream",
-        "reason": engine.update_reason,
+        "reason": engine.update.reason,
         "median_seconds": statistics.median(timed),
         "seconds": timed,
         "hbm_gib": peak / 2**30,

@@ -150,7 +150,7 @@ class StagedStore(Store):
             return written
         copy.valid = max(copy.valid, start + source.numel())
         kept = self._mover.cache.write(copy.block, source, start * self.dtype.itemsize)
-        return self._track(JointTransfer((written, kept)))
+        return self._track(JointTransfer((written, kept)), start, source.numel())
 
     def _read(self, start: int, target: torch.Tensor) -> Transfer:
         copy = self._mover.copy_of(self)
@@ -162,7 +162,7 @@ class StagedStore(Store):
     def read_ahead(self, memory: torch.Tensor) -> Transfer:
         """Start reading the whole store into host memory."""
         self._traffic[f"{self.kind} staged"] += self.nbytes
-        return self._track(self.tier.read(self.block, memory[: self.nbytes]))
+        return self._track(self.tier.read(self.block, memory[: self.nbytes]), 0, self.numel)
 
     def free(self) -> None:
         self._mover.forget(self)

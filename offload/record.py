@@ -79,6 +79,14 @@ class Record:
         """Return the chunk's own memory if the host can address it; after changing it, call `changed`."""
         return self.store.local(self._starts[start], self._starts[start] + self.units(start, stop))
 
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        """Return the chunk's own memory, which the host must be able to address; nothing is waited for."""
+        return self.store.view(self._starts[start], self._starts[start] + self.units(start, stop))
+
+    def finish_transfers_in(self, start: int, stop: int) -> None:
+        """Block until no transfer that is known now touches the chunk; from any thread."""
+        self.store.finish_transfers_in(self._starts[start], self._starts[start] + self.units(start, stop))
+
     def changed(self, start: int, stop: int) -> None:
         """Accept changes to the chunk that were made through `local`."""
         self.store.changed(self._starts[start], self._starts[start] + self.units(start, stop))

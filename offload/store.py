@@ -27,7 +27,8 @@ class Store:
         self._traffic = traffic
         self.block = tier.allocate(numel * dtype.itemsize)
         self._sums = verifier.sums(self.block)
-        self._open: list[Transfer] = []
+        self._open: list[tuple[Transfer, range]] = []
+        """Transfers that may be under way, with the elements that they touch."""
         self.what = kind
         """What it holds, for messages."""
 
@@ -41,13 +42,13 @@ class Store:
         self._traffic[f"{self.kind} written"] += source.nbytes
         # Before the write begins, from the source: the checksum must not depend on what arrives.
         self._sums.wrote(start * self.dtype.itemsize, source, self.what)
-        return self._track(self.tier.write(self.block, source, start * self.dtype.itemsize))
+        return self._track(self.tier.write(self.block, source, start * self.dtype.itemsize), start, source.numel())
 
     def fetch(self, start: int, target: torch.Tensor) -> Transfer:
         """Start filling `target` from element `start` on, after the caller's current stream and earlier writes."""
         assert target.dtype == self.dtype
         self._traffic[f"{self.kind} read"] += target.nbytes
-        transfer = self._track(self._read(start, target))
+        transfer = self._track(self._read(start, target), start, target.numel())
         return self._sums.fetched(transfer, start * self.dtype.itemsize, target, self.what)
 
     def copy_from(self, other: Store, numel: int) -> None:
@@ -78,9 +79,20 @@ class Store:
 
     def finish_transfers(self) -> None:
         """Block the host until no transfer touches the array; raise the first one's error."""
-        for transfer in self._open:
+        for transfer, _ in self._open:
             transfer.synchronize()
         self._open.clear()
+
+    def finish_transfers_in(self, start: int, stop: int) -> None:
+        """Block until no transfer that is known now touches elements [start, stop); from any thread."""
+        for transfer, span in tuple(self._open):
+            if span.start < stop and start < span.stop:
+                transfer.synchronize()
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) in place, on a tier that the host can address; nothing is waited for."""
+        assert self.tier.addressable
+        return self._view(start, stop)
 
     def free(self) -> None:
         """Free the array's memory once no transfer touches it."""
@@ -93,9 +105,9 @@ class Store:
     def _view(self, start: int, stop: int) -> torch.Tensor:
         return self.tier.view(self.block).view(self.dtype)[start:stop]
 
-    def _track(self, transfer: Transfer) -> Transfer:
+    def _track(self, transfer: Transfer, start: int, numel: int) -> Transfer:
         transfer.what = self.what
-        # Failed ones stay, so that `finish_transfers` raises their error.
-        self._open = [t for t in self._open if not t.done or t.error is not None]
-        self._open.append(transfer)
+        # Failed ones stay, so that `finish_transfers` raises their error. A new list: another thread may read the old.
+        left = [each for each in self._open if not each[0].done or each[0].error is not None]
+        self._open = [*left, (transfer, range(start, start + numel))]
         return transfer

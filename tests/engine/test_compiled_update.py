@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import shutil
 
 import pytest
@@ -12,12 +13,16 @@ from hypothesis import strategies as st
 
 import zerocli
 from zerocli import machine
+from zerocli.engine import engine as engine_module
 from zerocli.engine.optimizer import compiled_update, update_place
-from zerocli.engine.optimizer.compiled_update import CompiledAdam, Unavailable, open_compiled
+from zerocli.engine.optimizer.chunk import ChunkUpdate
+from zerocli.engine.optimizer.compiled_update import CompiledAdam, Unavailable, open_compiled, table_of
 from zerocli.engine.optimizer.optim import FusedAdam, FusedSGD, Group, StepValues
 from zerocli.engine.optimizer.piece import PieceUpdate
+from zerocli.engine.optimizer.update_place import UpdatePlace
 from zerocli.engine.units.master import REMAINDER, narrow, split
 from zerocli.engine.units.unit import MASTER
+from zerocli.layout import buffers
 from zerocli.layout.flats import Sizing
 from zerocli.layout.stage import STAGES
 from zerocli.plan.measure import LiveBytes
@@ -179,6 +184,69 @@ def test_training_is_the_same_with_and_without(settings, tmp_path):
     assert used is not None and unused is None
     assert losses == plain_losses and states.keys() == plain_states.keys()
     assert all(torch.equal(states[name], plain_states[name]) for name in states)
+
+
+class Deep(torch.nn.Module):
+    """Layers whose chunks two devices can share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def deep(share: float, monkeypatch, steps: int = 5, **settings: object) -> tuple[list[float], list[torch.Tensor], int]:
+    """Return losses, parameters and states, and the chunks that the thread updated, if it has this share of them."""
+    place = UpdatePlace(share=share, kernel=proved())
+    monkeypatch.setattr(engine_module, "choose_update", lambda *args: place)
+    monkeypatch.setattr(buffers, "fuses", lambda flat, sizing: True)
+    monkeypatch.setattr(
+        ChunkUpdate,
+        "numbers",
+        lambda self: (table_of(self._values["cpu"], True), 1 / self._values["cpu"].grad_scale),
+    )
+    torch.manual_seed(5)
+    model = Deep()
+    groups = [zerocli.ParamGroup("layers.1.weight", weight_decay=0.0), zerocli.ParamGroup("layers.2", lr_factor=0.3)]
+    about = {"staging_nbytes": 6 * 20 * 1024, "units": torch.nn.Linear, "groups": groups, "precision": "bf16"}
+    engine = zerocli.shard(model, lr=0.01, weight_decay=0.1, clip=0.5, **about, **settings)
+    losses = []
+    for step in range(steps):
+        loss = engine(torch.randn(8, 64)) * (math.inf if step == 2 else 1.0)  # one step is skipped
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    row = engine.optimizer.state_dict()["state"]
+    kept = [value for each in row.values() for value in each.values() if isinstance(value, torch.Tensor)]
+    kept += [value.clone() for value in engine.state_dict().values()]
+    mine = sum(chunk.on_cpu for flat in engine.trainable() for chunk in engine.updater._chunks_of(flat))
+    engine.close()
+    return losses, kept, mine
+
+
+@needs_compiler
+@pytest.mark.parametrize("settings", [{}, {"master": "fp32"}, {"accumulate": 1, "defer_update": True}], ids=str)
+@pytest.mark.parametrize("text", ["cpu", "optimizer=cpu", "optimizer=cpu,grads=cpu", "optimizer=hbm:30KB+cpu"])
+def test_a_threads_part_of_the_update_changes_no_bit(text, settings, monkeypatch):
+    plain = deep(0.0, monkeypatch, stage=3, offload=text, **settings)
+    for share in (0.3, 0.6, 1.0):
+        losses, states, mine = deep(share, monkeypatch, stage=3, offload=text, **settings)
+        assert mine > 0 and repr(losses) == repr(plain[0]), share
+        assert all(map(torch.equal, states, plain[1])), share
+
+
+@needs_compiler
+def test_what_fails_in_the_thread_is_raised_where_its_part_is_needed(monkeypatch):
+    def fail(*args):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(CompiledAdam, "run", fail)
+    with pytest.raises(MemoryError, match="no more"):
+        deep(0.5, monkeypatch, stage=3, offload="cpu", compile_update=False)
 
 
 @pytest.fixture

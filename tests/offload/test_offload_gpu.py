@@ -10,10 +10,12 @@ from ranks import run_ranks
 import zerocli
 from tiers.events import NOTHING
 from zerocli.engine.events import Events
+from zerocli.engine.optimizer import update_place
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float32)
 STREAM = {"update": "stream", "staging_nbytes": 8 << 20, "read_ahead_nbytes": 8 << 20}
+BOTH = {**STREAM, "update": "both"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -35,17 +37,54 @@ def test_placement_never_changes_a_loss_on_a_gpu(tmp_path, precision):
         assert train_stack(stage, {**away, "offload": "cpu"}) == train_stack(stage, common)
 
 
+@pytest.mark.parametrize("settings", [{}, {"master": "fp32"}, {"accumulate": 2}, {"precision": "fp16"}], ids=str)
+def test_which_device_updates_a_parameter_changes_no_bit(settings):
+    """Both at once, with what the CPU changes in host memory or copied from the device."""
+    settings = {"precision": "bf16", **settings}
+    reference = train_stack(3, settings)
+    for text in ("cpu", "optimizer=cpu", "optimizer=cpu,grads=cpu", "params=hbm:4MB+cpu,optimizer=hbm:30MB+cpu"):
+        assert train_stack(3, {**settings, **BOTH, "offload": text}) == reference, text
+    for stage, text in ((1, "optimizer=cpu"), (2, "cpu")):
+        settings["defer_update"] = stage == 1
+        assert train_stack(stage, {**settings, **BOTH, "offload": text}) == train_stack(stage, settings), stage
+
+
+@pytest.mark.parametrize("text", ["cpu", "optimizer=cpu"])
+def test_both_devices_take_a_part(text):
+    model = Stack().cuda()
+    engine = zerocli.shard(model, stage=3, precision="bf16", offload=text, **BOTH)
+    assert 0 < engine.update.share < 1, engine.update
+    for _ in range(3):
+        engine.backward(model(torch.randint(0, 97, (8, 32), device="cuda")))
+        engine.step()
+    chunks = [chunk for flat in engine.trainable() for chunk in engine.updater._chunks_of(flat)]
+    assert {chunk.on_cpu for chunk in chunks if chunk.parts} == {True, False}
+    engine.synchronize()
+    kept = sum(spec.nbytes for spec in engine.specs() if spec.category == "buffers")
+    assert sum(t.nbytes for category, _, t in engine.holdings() if category == "buffers") <= kept * 1.01
+    engine.close()
+
+
+def test_an_automatic_update_gives_the_bits_of_a_streamed_one(monkeypatch):
+    monkeypatch.setattr(update_place, "LEAST_NUMEL", 0)
+    for precision in ("bf16", "fp32"):
+        settings = {"precision": precision, "offload": "cpu"}
+        auto = train_stack(3, {**settings, **STREAM, "update": "auto"})
+        assert auto == train_stack(3, {**settings, **STREAM})
+
+
 def test_two_ranks_offload_on_one_gpu():
     reference = run_ranks(2, train_stack, 3, {"precision": "bf16"})
     for seed in (None, 1, 2):
-        settings = {"precision": "bf16", "offload": "cpu", "recompute": seed == 2, **STREAM}
+        settings = {"precision": "bf16", "offload": "cpu", "recompute": seed == 2, **(BOTH if seed == 1 else STREAM)}
         assert run_ranks(2, train_stack, 3, settings, seed) == reference
 
 
 def test_delays_with_offload_change_no_number():
     reference = train_stack(3, {"precision": "bf16"})
     for seed in range(1, 5):
-        assert train_stack(3, {"precision": "bf16", "offload": "cpu", **STREAM}, seed) == reference
+        for text, where in (("cpu", STREAM), ("cpu", BOTH), ("optimizer=cpu", BOTH)):
+            assert train_stack(3, {"precision": "bf16", "offload": text, **where}, seed) == reference
 
 
 def test_deferring_the_update_changes_no_number_on_a_gpu():
@@ -53,7 +92,7 @@ def test_deferring_the_update_changes_no_number_on_a_gpu():
     for stage, text in ((1, "optimizer=cpu"), (2, "cpu"), (3, "optimizer=hbm:10MB+cpu")):
         reference = train_stack(stage, {"precision": "bf16"})
         for seed in (None, 1, 2):
-            settings = {"precision": "bf16", "offload": text, "defer_update": True, **STREAM}
+            settings = {"precision": "bf16", "offload": text, "defer_update": True, **(BOTH if seed == 2 else STREAM)}
             assert train_stack(stage, settings, seed) == reference
 
 
@@ -73,9 +112,10 @@ class SlowUpdates(Events):
 )
 def test_a_slow_update_is_not_overtaken_by_the_next_chunks(text):
     """Chunks take turns in the update's slots: none may be overwritten while an update still reads it."""
-    settings = {"precision": "bf16", "offload": text, **STREAM}
-    got = train_stack(3, settings, steps=3, events=SlowUpdates(1))
-    assert got == train_stack(3, {"precision": "bf16"}, steps=3)
+    reference = train_stack(3, {"precision": "bf16"}, steps=3)
+    for where in (STREAM, BOTH):
+        settings = {"precision": "bf16", "offload": text, **where}
+        assert train_stack(3, settings, steps=3, events=SlowUpdates(1)) == reference
 
 
 def test_a_forward_on_another_stream_frees_no_gradient_that_an_update_still_reads():
@@ -111,12 +151,13 @@ def test_offloaded_steps_never_wait_for_the_device():
     run_without_waiting(offload="cpu", **STREAM)
 
 
+@pytest.mark.parametrize("where", [STREAM, BOTH], ids=["stream", "both"])
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_a_skipped_step_changes_no_offloaded_parameter(master):
+def test_a_skipped_step_changes_no_offloaded_parameter(master, where):
     """Parameters pass through a slot, which has another chunk's before."""
     torch.manual_seed(3)
     model = Stack(layers=3).cuda()
-    engine = zerocli.shard(model, lr=1e-2, stage=3, precision="bf16", master=master, offload="cpu", **STREAM)
+    engine = zerocli.shard(model, lr=1e-2, stage=3, precision="bf16", master=master, offload="cpu", **where)
     tokens = torch.randint(0, 97, (4, 16), device="cuda")
 
     def step(factor: float) -> None:

@@ -317,7 +317,7 @@ def test_blocks_are_compiled_where_that_pays_for_itself():
     shape, small = Formula(shape_of(NARROW, 1024)), capped(3.5)
 
     def chosen(steps: int, hardware: Hardware = small, model: Any = shape) -> Any:
-        return choose_setup(model, setup(batch=8), hardware, FREE, steps=steps).best
+        return choose_setup(model, setup(batch=8, update="stream"), hardware, FREE, steps=steps).best
 
     eager, long = chosen(10), chosen(100_000)
     assert not eager.setup.compiled and long.setup.compiled
@@ -418,20 +418,21 @@ def test_host_memory_that_is_too_small_spills_to_disks():
     assert nothing.best is None and nothing.nearest is not None and nothing.nearest.over
 
 
-def test_the_update_runs_where_it_is_faster_by_measured_rates():
-    """A slow link beside many cores: states stay, and gradients and parameters cross it."""
+def test_the_cpu_takes_a_part_of_the_update_where_that_is_faster():
+    """A slow link beside many cores: most states stay where they are. What the user asks for is kept."""
     shape = shape_of(WIDE, 1024)
     slow = dataclasses.replace(capped(16), pcie=4.0, adam=20.0)
-    measured = dataclasses.replace(slow, products=700.0)
-    few = dataclasses.replace(measured, adam=0.3)
-    best, usual, here = (choose_setup(Formula(shape), setup(), each, FREE).best for each in (measured, few, slow))
-    assert best is not None and usual is not None and here is not None
-    assert (best.setup.update, usual.setup.update, here.setup.update) == ("cpu", "auto", "auto")
-    assert best.cost < 0.8 * usual.cost and best.plan.needed("hbm") <= 16 * 2**30 * (1 - MARGIN)
-    assert "--set offload.update=cpu" in flags(best) and "update" not in flags(usual)
-    assert 'update="cpu"' in keywords(best)
-    chosen = with_choice(load_config("tiny"), best)
-    assert (chosen.offload.update, with_choice(load_config("tiny"), usual).offload.update) == ("cpu", "auto")
+    few = dataclasses.replace(slow, pcie=55.0, adam=0.3)
+
+    def best(hardware: Hardware, update: str = "auto") -> Any:
+        return choose_setup(Formula(shape), setup(update=update), hardware, FREE).best
+
+    assert best(slow).cost < 0.8 * best(slow, "stream").cost
+    assert best(few).cost == pytest.approx(best(few, "stream").cost)
+    assert "update" not in flags(best(slow))
+    asked = best(slow, "cpu")
+    assert "--set offload.update=cpu" in flags(asked) and 'update="cpu"' in keywords(asked)
+    assert with_choice(load_config("tiny"), asked).offload.update == "cpu"
 
 
 def test_a_choice_needs_few_exact_plans_and_few_replays(monkeypatch, forget_plans):

@@ -17,7 +17,6 @@ from zerocli import config as configs
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.setup import setup_of
-from zerocli.plan.time import bench
 
 pytestmark = pytest.mark.gpu
 
@@ -82,31 +81,6 @@ def test_a_run_that_is_compiled_by_choice_trains_within_its_cap(tmp_path):
     assert by_hand.returncode == 0, by_hand.stderr[-2000:]
     first, second = losses(tmp_path / "auto"), losses(tmp_path / "hand")
     assert len(first) >= 4 and first[1] == second[1]
-
-
-def test_an_update_on_the_cpu_by_choice_trains_within_its_cap(tmp_path, monkeypatch):
-    """The remembered rates are those of a slow link beside many cores: states stay on the host."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    facts = bench.gather(())
-    link = {"up": 3.0, "down": 3.0, "both": 6.0}
-    rates = {
-        bench.bench_key(facts): link,
-        bench.bench_key(facts, bench.COMPUTE): {"products": 600.0, "memory": 4000.0, "adam": 30.0},
-    }
-    bench.cache_path().parent.mkdir(parents=True)
-    bench.cache_path().write_text(
-        json.dumps({key: {"time": time.time(), "result": each} for key, each in rates.items()})
-    )
-    sets = ["model.family=llama", "model.layers=12", "model.hidden=1024", "model.heads=8", "model.vocab=32000"]
-    sets += ["train.seq=512", "train.batch=2", "train.precision=bf16", "checkpoint.every=0", "train.steps=4"]
-    sets += ["train.gpu_memory=3GiB"]
-    chosen = train(tmp_path / "auto", sets, "--auto")
-    assert chosen.returncode == 0, chosen.stderr[-2000:]
-    document = json.loads((tmp_path / "auto" / "auto.json").read_text())
-    assert "--set offload.update=cpu" in document["flags"], document["flags"]
-    by_hand = train(tmp_path / "hand", sets, *document["flags"].split())
-    assert by_hand.returncode == 0, by_hand.stderr[-2000:]
-    assert losses(tmp_path / "auto")[1] == losses(tmp_path / "hand")[1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))])

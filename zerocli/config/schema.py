@@ -220,8 +220,9 @@ class OffloadConfig:
 
     placement: Placement = setting(Placement())
     """What the text of `--offload` says, such as `cpu` or `params=cpu,optimizer=nvme`; empty = all on the device."""
-    update: str = setting("auto", choices=("auto", "cpu", "stream"))
-    """Where offloaded optimizer states are updated: on the CPU, or streamed through the device."""
+    update: str = setting("auto", choices=("auto", "cpu", "stream", "both"))
+    """Where offloaded optimizer states are updated: on the CPU, streamed through the device, or a part on each at once;
+    auto = both where that gives the bits of stream and the CPU is fast enough, measured, else stream."""
     nvme_path: tuple[str, ...] = setting(())
     """Folders of the nvme tier; several are striped."""
     staging: int = setting(512 * 2**20, least=1, size=True)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import HBM, Placement, per_rank
+from offload import Placement, per_rank
 from offload.mover import Mover
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
@@ -93,7 +93,7 @@ class Engine:
         self._held_whole = 0
         self._views = ReleasedViews(self.model)
         self._open_tiers()
-        self._choose_compiled()
+        self._choose_update()
         self.units = self._build_units()
         self._open_optimizer()
         self._guard_parameters()
@@ -182,17 +182,21 @@ class Engine:
         if settings.keep_gradients is not None:
             self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
 
-    def _choose_compiled(self) -> None:
-        """Choose whether updates on the CPU are compiled; both ways are tried before states take that memory."""
-        settings, on_cpu = self.settings, self.device.type == "cpu"
+    def _choose_update(self) -> None:
+        """Choose where offloaded states are updated, and whether that is compiled on the CPU.
+
+        Ways to do it are tried and timed before states take that memory.
+        """
+        settings, dtype, split = self.settings, self.precision.compute, self.sizing.split_master
+        numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        held = numel // self.shards.world if self.stage.optimizer else numel
+        self.update = choose_update(settings, self.rule, self.device, self.placement, held, self.sizing, dtype)
         self.compiled: CompiledAdam | None = None
         self.compiled_reason = "nothing is updated on the CPU"
-        offloaded = any(share.tier != HBM for share in self.placement.of("optimizer"))
-        if on_cpu or (offloaded and settings.update != "stream"):
-            numel = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-            held = numel // self.shards.world if self.stage.optimizer else numel
-            about = (self.sizing.split_master, self.precision.compute)
-            self.compiled, self.compiled_reason = choose_compiled(settings.compile_update, self.rule, held, *about)
+        if self.update.on_cpu:
+            self.compiled, self.compiled_reason = choose_compiled(
+                settings.compile_update, self.rule, held, split, dtype
+            )
 
     def _context(self) -> Context:
         return Context(
@@ -240,11 +244,13 @@ class Engine:
         self.gatherer, self.reducer, self.agreement = connect(self, self._context())
 
     def open_updater(self) -> None:
-        """Choose where offloaded states are updated, and make what updates them."""
-        settings, split = self.settings, self.sizing.split_master
-        offloaded = any(flat.offloaded for flat in self.flats())
-        on_cpu, self.update_reason = choose_update(settings.update, self.device, offloaded, split, self.compiled)
-        self.sizing = dataclasses.replace(self.sizing, update_on_cpu=on_cpu, addressable=self.tiers.addressable())
+        """Make what updates the states, wherever they are now."""
+        self.sizing = dataclasses.replace(
+            self.sizing,
+            update_on_cpu=self.update.on_cpu,
+            cpu_share=self.update.share,
+            addressable=self.tiers.addressable(),
+        )
         self.updater = Updater(
             self.rule,
             self.counts,
@@ -253,6 +259,7 @@ class Engine:
             sizing=self.sizing,
             events=self.events,
             compiled=self.compiled,
+            beside=self.update.kernel,
             waits=self.waits,
         )
 

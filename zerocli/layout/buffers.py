@@ -7,12 +7,12 @@ activations only the checkpoint arena is here; a plan replays the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
 from zerocli.layout.codecs import scratch_nbytes
-from zerocli.layout.constants import MAX_BUCKETS, NUM_SLOTS
+from zerocli.layout.constants import CPU_GROUP, LEAST_CPU_SHARE, MAX_BUCKETS, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN, Entry
 
@@ -22,6 +22,8 @@ COPIES = "copies in groups"
 """Name of this rank's parts of the copies of parameters that its group gathers from."""
 DECODING = "scratch of decoding"
 """Name of the memory in which encoded parameters are decoded, a part at a time."""
+CPU_COPIES = "copies for the CPU's part of the update"
+"""Name of the host memory for gradients and parameters of the device that the CPU takes a part in updating."""
 WRITTEN_SLOTS = "update slots of parameters"
 """Buffers that the update only writes; it makes them itself, where others are made to fetch into."""
 SPLIT_NBYTES = 12
@@ -60,6 +62,7 @@ def persistent(units: Sequence[Sequence[FlatSpec]], sizing: Sizing) -> list[Spec
         *buckets(trainable, sizing),
         *update_slots(trainable, sizing),
         *update_scratch(trainable, sizing),
+        *cpu_copies(trainable, sizing),
     ]
 
 
@@ -231,6 +234,62 @@ def fuses(flat: FlatSpec, sizing: Sizing) -> bool:
     return sizing.fused_update and flat.width < FP32 and update_device(flat, sizing) != "cpu"
 
 
+def takes_turns(flat: FlatSpec, sizing: Sizing) -> bool:
+    """Whether the CPU updates a part of the flat's chunks where they are, and the device the others."""
+    near = all(tier == HBM or tier in sizing.addressable for tier in flat.tiers.values())
+    return sizing.cpu_share > 0 and near and flat.tiers["optimizer"] != HBM and fuses(flat, sizing)
+
+
+def share_of_cpu(link: float, cpu: float, width: int, away: Collection[str], sizing: Sizing) -> float:
+    """Return the share of the update with which the CPU takes as long as the link: 0 if it would be a small one.
+
+    `link` and `cpu` are seconds of a parameter: for copies of its states in both directions, and for its update by the
+    CPU. The kinds in `away` are in host memory. The link also carries what either device has to get of the other kinds.
+    """
+    states = 2 * sizing.state_width(width)
+    grad, parameters = sizing.grad_width(width), "parameters" in away
+    streamed = states + grad * ("gradients" in away) + width * parameters * (2 if sizing.split_master else 1)
+    kept = grad * ("gradients" not in away) + width * (1 if parameters else 2)
+    byte = link / states
+    share = min(1.0, byte * streamed / max(1e-30, cpu + byte * (streamed - kept)))
+    return share if share >= LEAST_CPU_SHARE else 0.0
+
+
+class Turns:
+    """How many of each flat's first chunks the CPU updates, flat by flat in the order of the update."""
+
+    def __init__(self, sizing: Sizing) -> None:
+        self._sizing = sizing
+        self._owed = 0.0
+        """Chunks that are the CPU's by its share and have not been given to it."""
+
+    def take(self, flat: FlatSpec, num_chunks: int) -> int:
+        """Return how many of the next flat's chunks the CPU takes."""
+        if not takes_turns(flat, self._sizing):
+            return 0
+        self._owed += num_chunks * self._sizing.cpu_share
+        taken = min(num_chunks, round(self._owed))
+        self._owed -= taken
+        return taken
+
+
+def cpu_copies(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
+    """Yield the two buffers of host memory through which gradients and parameters of the device pass for the CPU."""
+    widths = [
+        min(CPU_GROUP * sizing.chunk, flat.held.numel) * sum(copied_widths(flat, sizing).values())
+        for flat in flats
+        if takes_turns(flat, sizing)
+    ]
+    if nbytes := max(widths, default=0):
+        yield from [Spec("buffers", CPU_COPIES, nbytes, 1, "dram")] * 2
+
+
+def copied_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
+    """Return the bytes per element of what is copied from the device for a CPU that takes turns, by kind."""
+    widths = {"gradients": sizing.grad_width(flat.width), "parameters": flat.width}
+    return {kind: width for kind, width in widths.items() if flat.tiers[kind] == HBM}
+
+
 def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
     """Return the bytes per element in each buffer of a slot, by name; what is updated in place needs no buffer.
 
@@ -264,12 +323,14 @@ def growing_slots(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[tuple[S
     """Yield each buffer of the update's slots whenever a chunk needs it larger; the smaller one is freed before."""
     most: dict[SlotKey, int] = {}
     known: dict[int, list[tuple[int, list[tuple[str, int]]]]] = {}  # flats of equal units are one object
-    at = 0
+    turns, at = Turns(sizing), 0
     for flat in (flat for flat in flats if flat.offloaded):
         if id(flat) not in known:
             known[id(flat)] = list(_slot_sizes(flat, sizing))
         device = update_device(flat, sizing)
+        first = turns.take(flat, sum(count for count, _ in known[id(flat)]))
         for count, sizes in known[id(flat)]:
+            count, first = max(0, count - first), max(0, first - count)
             for slot in range(at, at + min(count, NUM_SLOTS)):
                 for name, nbytes in sizes:
                     key = (device, slot % NUM_SLOTS, name)

@@ -21,6 +21,10 @@ NARROWED_AT_A_TIME = 4 << 20
 """Elements that are rounded from fp32 to bf16 at a time, through an fp32 copy."""
 MIN_COMPILED_STEPS = 200
 """`model.compile=auto` compiles runs of at least this many steps: compiling takes as long as tens of steps, or more."""
+CPU_GROUP = 4
+"""Chunks that the CPU updates at once where it takes a part in the update beside a device, at most."""
+LEAST_CPU_SHARE = 0.1
+"""It takes no smaller part: copies and its thread take time of the host's."""
 NUM_SLOTS = 6
 """Chunks of an update that are in flight at once."""
 MAX_BUCKETS = 8

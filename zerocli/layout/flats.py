@@ -45,6 +45,8 @@ class Sizing:
     device: str = "cuda"
     update_on_cpu: bool = False
     """Whether the CPU updates offloaded states."""
+    cpu_share: float = 0.0
+    """The share of offloaded states that the CPU updates while the device updates the others; 0: it takes no part."""
     addressable: frozenset[str] = frozenset({"dram"})
     """Tiers whose memory the CPU can update in place."""
     split_master: bool = False

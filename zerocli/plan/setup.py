@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from offload.placement import ACTIVATIONS, Placement, Share, per_rank
+from offload.placement import ACTIVATIONS, HBM, Placement, Share, per_rank
 from zerocli.config import (
     CheckpointConfig,
     Config,
@@ -21,7 +21,7 @@ from zerocli.config import (
 )
 from zerocli.errors import UserError, user_error
 from zerocli.layout.constants import MIN_COMPILED_STEPS
-from zerocli.layout.flats import Sizing
+from zerocli.layout.flats import FP32, Sizing
 from zerocli.layout.recompute import AUTO, Recompute
 from zerocli.layout.stage import Stage
 from zerocli.layout.stage import stage as stage_of
@@ -95,9 +95,9 @@ class Setup(Sharding):
     @functools.cached_property
     def sizing(self) -> Sizing:
         """What decides the sizes of the engine's buffers."""
-        return self.sizing_at(
-            self.shards, self.num_states, self.device, self.precision, self.fuses_update, self.updates_on_cpu
-        )
+        about = (self.shards, self.num_states, self.device, self.precision, self.fuses_update, self.updates_on_cpu)
+        # The share is measured when a run starts; no size depends on it.
+        return replace(self.sizing_at(*about), cpu_share=0.5 * self.updates_on_both)
 
     @property
     def fuses_update(self) -> bool:
@@ -107,8 +107,15 @@ class Setup(Sharding):
 
     @property
     def updates_on_cpu(self) -> bool:
-        """Whether the CPU updates offloaded states; with `auto`, a GPU is assumed to stream them."""
-        return self.update == "cpu" or (self.update == "auto" and self.device == "cpu")
+        """Whether the CPU updates all offloaded states: as asked, or because there is no other device."""
+        return self.update == "cpu" or (self.update in ("auto", "both") and self.device == "cpu")
+
+    @property
+    def updates_on_both(self) -> bool:
+        """Whether the CPU takes a part in the update beside a GPU, as far as a plan can know."""
+        near = {share.tier for share in self.placement().of("optimizer")} - {HBM} == {"dram"}
+        asked = self.update in ("auto", "both") and not self.verify
+        return asked and near and self.fuses_update and self.width < FP32
 
     @property
     def grad_width(self) -> int:

@@ -129,7 +129,7 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
         "checkpoints": 0,  # a profile records the tiers, not the run folder
     }
     if facts["device"] == "cuda":
-        changes["update"] = "cpu" if facts["update_on_cpu"] else "stream"
+        changes["update"] = "cpu" if facts["update_on_cpu"] else "both" if facts.get("cpu_share") else "stream"
     try:
         shape = config_shape(config)
         model = Counted(facts["parameters"], facts.get("frozen", 0)) if shape is None else Formula(shape)

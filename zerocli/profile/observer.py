@@ -133,6 +133,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "ranks_per_node": engine.local_world,
         "tp": engine.tensor_parallel.world,
         "update_on_cpu": engine.updater.on_cpu,
+        "cpu_share": round(engine.update.share, 2),
         "recompute": engine.settings.recompute,
         "capacity": capacity(engine),
     }

@@ -9,6 +9,7 @@
 
 #define BLOCK 128
 #define AHEAD (2 * BLOCK)
+#define PARTS 8                                               /* of an array, for each thread */
 
 enum { FP32, BF16, FP16, NONE };                              /* types of gradients and parameters */
 enum { DECAY_FMA = 1, AVERAGE_FMA = 2, SQUARE_FMA = 4, SQUARE_FMA_LAST = 8 }; /* bits of `rounding` */
@@ -17,10 +18,12 @@ struct update {
     int64_t numel;
     void *parameters, *master, *grad;                         /* master: fp32, or the int16 remainder if `split` */
     float *average, *square, *maximum;                        /* maximum: of amsgrad, or null */
-    int32_t parameter_type, grad_type, split, rounding, threads;
+    int32_t parameter_type, grad_type, split, rounding;
     float factor;                                             /* gradients are multiplied by it */
-    float decay, keep;                                        /* Adam: added to gradients; AdamW: left of the master */
-    float weight, beta2, square_weight, step_size, correction, eps;
+    struct {
+        float decay, keep;                                    /* Adam: added to gradients; AdamW: left of the master */
+        float weight, beta2, square_weight, step_size, correction, eps;
+    } values;
 };
 
 static inline float as_float(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
@@ -80,7 +83,7 @@ static void narrow(const float *restrict master, const struct update *u, int64_t
 
 static void update_average(float *restrict average, const float *restrict grad, const struct update *u, int n)
 {
-    const float weight = u->weight, rest = weight - 1.0f;
+    const float weight = u->values.weight, rest = weight - 1.0f;
     const int once = u->rounding & AVERAGE_FMA;
     if (weight > -0.5f && weight < 0.5f)                      /* as torch.lerp chooses */
         for (int i = 0; i < n; i++) average[i] = MULTIPLY_ADD(once, weight, grad[i] - average[i], average[i]);
@@ -90,7 +93,7 @@ static void update_average(float *restrict average, const float *restrict grad, 
 
 static void update_square(float *restrict square, const float *restrict grad, const struct update *u, int n)
 {
-    const float beta2 = u->beta2, weight = u->square_weight;
+    const float beta2 = u->values.beta2, weight = u->values.square_weight;
     if (u->rounding & SQUARE_FMA)
         for (int i = 0; i < n; i++) square[i] = __builtin_fmaf(square[i], beta2, weight * grad[i] * grad[i]);
     else if (u->rounding & SQUARE_FMA_LAST)
@@ -107,14 +110,14 @@ static void update_maximum(float *restrict maximum, const float *restrict square
 static void update_master(float *restrict master, const float *restrict average, const float *restrict square,
     const struct update *u, int n)
 {
-    const float keep = u->keep, step_size = u->step_size, correction = u->correction, eps = u->eps;
+    const float keep = u->values.keep, step_size = u->values.step_size, correction = u->values.correction, eps = u->values.eps;
     for (int i = 0; i < n; i++)
         master[i] = master[i] * keep + step_size * average[i] / (__builtin_sqrtf(square[i]) / correction + eps);
 }
 
 static void add_decay(float *restrict grad, const float *restrict master, const struct update *u, int n)
 {
-    const float decay = u->decay;
+    const float decay = u->values.decay;
     for (int i = 0; i < n; i++) grad[i] = MULTIPLY_ADD(u->rounding & DECAY_FMA, master[i], decay, grad[i]);
 }
 
@@ -125,7 +128,7 @@ static void update_block(const struct update *u, int64_t at, int n)
     float *square = u->square + at;
     load_grad(grad, u, at, n);
     if (u->split) join(joined, (uint16_t *)u->parameters + at, (int16_t *)u->master + at, n);
-    if (u->decay != 0.0f) add_decay(grad, master, u, n);
+    if (u->values.decay != 0.0f) add_decay(grad, master, u, n);
     update_average(u->average + at, grad, u, n);
     update_square(square, grad, u, n);
     if (u->maximum) update_maximum(u->maximum + at, square, n);
@@ -165,18 +168,23 @@ int has_fp16(void)
 #endif
 }
 
-/* Update all elements, each thread a part of them. */
-void update(const struct update *u)
+/* Update all elements of `count` arrays. Threads take small parts as they become free: one whose core also does other
+   work, such as the program's own thread, must not keep the others waiting. */
+void update_all(const struct update *all, int count, int threads)
 {
-    const int64_t blocks = (u->numel + BLOCK - 1) / BLOCK;
-    const int threads = u->threads < blocks ? u->threads : (int)blocks;
     if (threads < 2) {
-        update_blocks(u, 0, u->numel);
+        for (int i = 0; i < count; i++) update_blocks(all + i, 0, all[i].numel);
         return;
     }
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int part = 0; part < threads; part++) {
-        const int64_t stop = blocks * (part + 1) / threads * BLOCK;
-        update_blocks(u, blocks * part / threads * BLOCK, stop < u->numel ? stop : u->numel);
+#pragma omp parallel num_threads(threads)
+    for (int i = 0; i < count; i++) {
+        const struct update *u = all + i;
+        const int64_t blocks = (u->numel + BLOCK - 1) / BLOCK, most = PARTS * (int64_t)threads;
+        const int64_t parts = blocks < most ? blocks : most;
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t stop = blocks * (part + 1) / parts * BLOCK;
+            update_blocks(u, blocks * part / parts * BLOCK, stop < u->numel ? stop : u->numel);
+        }
     }
 }

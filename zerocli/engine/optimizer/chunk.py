@@ -36,8 +36,10 @@ class Chunk:
     """Whether it is the last chunk of its flat."""
     passing: frozenset[str] = frozenset()
     """Names of the parts that are copied through a slot instead of updated in place: see `layout.slot_widths`."""
+    on_cpu: bool = False
+    """Whether the CPU updates it while the device updates others: see cpu_part.py."""
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Its master and states if they are on the device, made on first use."""
+    """What it has in memory where it is updated in place, made on first use."""
     target: torch.Tensor | None = None
     """Its parameters, likewise."""
     kernel_parts: Parts | None = None
@@ -80,6 +82,11 @@ class ChunkUpdate:
         self._values = {place.type: values.to(place) for place in {self.place(flat) for flat in flats}}
         if self._fused is not None and self._device.type in self._values:
             self._fused.begin(self._values[self._device.type])
+
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the step's numbers as the fused update has them: a row for each group, and the gradients' factor."""
+        assert self._fused is not None
+        return self._fused.table, self._fused.factor
 
     def place(self, flat: Flat) -> torch.device:
         """Return the device that updates a flat: the CPU if its states are offloaded and `on_cpu` is set."""

@@ -18,12 +18,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from zerocli import machine
-from zerocli.engine.optimizer.optim import At, FlatOptimizer, FusedAdam, Group, Piece
+from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, FusedAdam, Group, Piece, StepValues
 
 SOURCE = Path(__file__).with_name("adam.c")
 FLAGS = [
@@ -36,6 +37,11 @@ VECTOR = 16
 """torch's kernel rounds a piece's last elements, beyond a multiple of this, in another way: they are left to it."""
 ROUNDINGS = (11, 0, 7, 2)
 """Values of `rounding` in adam.c that torch's builds have, the most frequent first."""
+DEVICE_ROUNDING = 11
+"""The rounding of the update kernel of a GPU (update_kernels.py)."""
+VALUES = ("decay", "keep", "weight", "beta2", "square_weight", "step_size", "correction", "eps")
+"""The numbers of a group in a step: Adam's decay, which is added to gradients; what AdamW's leaves of the master;
+1 - beta1, beta2, 1 - beta2; what the average is multiplied by; what the root of the squares is divided by; eps."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 3}
 """As adam.c numbers them."""
 
@@ -44,15 +50,21 @@ class Unavailable(Exception):
     """The kernel cannot be compiled or used here; the message says why in a few words."""
 
 
+class Values(ctypes.Structure):
+    """What an update does with an element, as adam.c has it."""
+
+    _fields_ = tuple((name, ctypes.c_float) for name in VALUES)
+
+
 class Call(ctypes.Structure):
     """The arguments of an update, as adam.c has them."""
 
     _fields_ = (
         ("numel", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("parameters", "master", "grad", "average", "square", "maximum")),
-        *((name, ctypes.c_int32) for name in ("parameter_type", "grad_type", "split", "rounding", "threads")),
-        *((name, ctypes.c_float) for name in ("factor", "decay", "keep", "weight", "beta2", "square_weight")),
-        *((name, ctypes.c_float) for name in ("step_size", "correction", "eps")),
+        *((name, ctypes.c_int32) for name in ("parameter_type", "grad_type", "split", "rounding")),
+        ("factor", ctypes.c_float),
+        ("values", Values),
     )
 
 
@@ -72,23 +84,41 @@ class CompiledAdam:
 
         Fewer than `VECTOR` elements, at the end, are left.
         """
-        parameters, master, grad, states = piece.parameters, piece.master, piece.grad, piece.states
-        group, at = piece.group, piece.at
-        options, count, decay = group.options, at.count.item(), group.weight_decay
-        (beta1, beta2), maximum = options["betas"], states["max_exp_avg_sq"] if options["amsgrad"] else None
-        numel = grad.numel() // VECTOR * VECTOR
-        arrays = (parameters, master, grad, states["exp_avg"], states["exp_avg_sq"], maximum)
-        assert all(each is None or (each.is_contiguous() and each.device.type == "cpu") for each in arrays)
-        call = Call(
-            numel,
-            *(None if each is None else each.data_ptr() for each in arrays),
-            *(TYPES[None if parameters is None else parameters.dtype], TYPES[grad.dtype], master.dtype == torch.int16),
-            *(self._rounding, torch.get_num_threads(), -factor if options["maximize"] else factor),
+        group, count, decay = piece.group, piece.at.count.item(), piece.group.weight_decay
+        (beta1, beta2), options = group.options["betas"], group.options
+        maximum = piece.states["max_exp_avg_sq"] if options["amsgrad"] else None
+        numel = piece.grad.numel() // VECTOR * VECTOR
+        call = self.call(numel, piece.parameters, piece.master, piece.grad, piece.states, maximum)
+        call.factor = -factor if options["maximize"] else factor
+        call.values = Values(
             *((0.0, 1 - group.lr * decay) if self._decoupled else (decay, 1.0)),
             *(1 - beta1, beta2, 1 - beta2, -group.lr / (1 - beta1**count), math.sqrt(1 - beta2**count), options["eps"]),
         )
-        self._library.update(ctypes.byref(call))
+        self.run([call], torch.get_num_threads())
         return numel
+
+    def call(
+        self,
+        numel: int,
+        parameters: torch.Tensor | None,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        states: Arrays,
+        maximum: torch.Tensor | None = None,
+    ) -> Call:
+        """Return the arguments of an update of this memory, without the step's values."""
+        arrays = (parameters, master, grad, states["exp_avg"], states["exp_avg_sq"], maximum)
+        assert all(each is None or (each.is_contiguous() and each.device.type == "cpu") for each in arrays)
+        return Call(
+            numel,
+            *(None if each is None else each.data_ptr() for each in arrays),
+            *(TYPES[None if parameters is None else parameters.dtype], TYPES[grad.dtype], master.dtype == torch.int16),
+            self._rounding,
+        )
+
+    def run(self, calls: Sequence[Call], threads: int) -> None:
+        """Make several updates, of memory that they do not share."""
+        self._library.update_all((Call * len(calls))(*calls), len(calls), threads)
 
 
 def open_compiled(rule: FusedAdam) -> CompiledAdam:
@@ -99,6 +129,30 @@ def open_compiled(rule: FusedAdam) -> CompiledAdam:
         if _agrees(kernel, rule):
             return kernel
     raise Unavailable("it does not round as torch does on this machine")
+
+
+def table_of(values: StepValues, decoupled: bool) -> torch.Tensor:
+    """Return a row of numbers for each class of counts and, within it, each group: `VALUES`, and the gradient's sign.
+
+    They are on the values' device, so that the host does not wait for the counts.
+    """
+    rows = []
+    for group in values.groups:
+        (beta1, beta2), decay = group.options["betas"], group.weight_decay
+        row = [*((0.0, 1 - group.lr * decay) if decoupled else (decay, 1.0)), 1 - beta1, beta2, 1 - beta2]
+        sign = -1.0 if group.options["maximize"] else 1.0
+        rows.append([*row, -group.lr, 1.0, group.options["eps"], sign, beta1, beta2])
+    given = torch.tensor(rows, dtype=torch.float64).to(values.counts.device, non_blocking=True)
+    corrections = 1 - given[:, -2:] ** values.counts.double()[:, None, None]
+    table = given[:, :-2].repeat(values.counts.numel(), 1, 1)
+    table[:, :, VALUES.index("step_size")] /= corrections[:, :, 0]
+    table[:, :, VALUES.index("correction")] = corrections[:, :, 1].sqrt()
+    return table.float()
+
+
+def open_beside(rule: FusedAdam) -> CompiledAdam:
+    """Return the kernel that rounds as a GPU's kernel does; raises Unavailable if it cannot be compiled."""
+    return CompiledAdam(rule, _library(), DEVICE_ROUNDING)
 
 
 def has_compiled(rule: FlatOptimizer) -> bool:
@@ -154,7 +208,8 @@ def _library() -> ctypes.CDLL:
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.update.argtypes, library.update.restype = [ctypes.POINTER(Call)], None
+    library.update_all.argtypes = [ctypes.POINTER(Call), ctypes.c_int, ctypes.c_int]
+    library.update_all.restype = None
     library.has_fp16.argtypes, library.has_fp16.restype = [], ctypes.c_int
     return library
 

@@ -8,6 +8,7 @@ uses side streams, so the host does not wait, and the next forward overlaps with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
@@ -16,13 +17,14 @@ from zerocli.engine.grouped import Shards
 from zerocli.engine.optimizer.chunk import Chunk, ChunkUpdate, Slot
 from zerocli.engine.optimizer.compiled_update import CompiledAdam
 from zerocli.engine.optimizer.counts import Counts, within
+from zerocli.engine.optimizer.cpu_part import CpuPart
 from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues, WholeRule
 from zerocli.engine.optimizer.piece import PieceUpdate
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.optimizer.whole_update import update_together, update_whole
 from zerocli.engine.streams import SideStream, StreamEvent, Waits
 from zerocli.engine.units.unit import REPLICATED, Flat
-from zerocli.layout.buffers import slot_widths
+from zerocli.layout.buffers import Turns, slot_widths
 from zerocli.layout.constants import NUM_SLOTS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.shards import Span
@@ -44,12 +46,20 @@ class Updater:
         waits: Waits,
         events: Events = SILENT,
         compiled: CompiledAdam | None = None,
+        beside: CompiledAdam | None = None,
     ) -> None:
+        """Take the rule's `compiled` kernel for updates on the CPU, and the one that rounds as the device does, with
+        which the CPU takes its part of the update if `sizing` gives it one.
+        """
         self._events = events
         self._rule, self._counts, self._collectives, self._device = rule, counts, collectives, device
         self._sizing, self.on_cpu, self.compiled = sizing, sizing.update_on_cpu, compiled
         self.pieces = PieceUpdate(rule, device, sizing, compiled)
         self.chunks = ChunkUpdate(rule, device, sizing, self.pieces, waits)
+        self._cpu = None
+        if beside is not None and sizing.cpu_share > 0:
+            self._cpu = CpuPart(beside, device, sizing, threads=max(1, sizing.threads - 1))
+        self._turns = Turns(sizing if self._cpu is not None else replace(sizing, cpu_share=0.0))
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._inactive: frozenset[str] = frozenset()
@@ -71,6 +81,8 @@ class Updater:
             for buffer in slot.buffers.values():
                 yield "buffers", "update slots", buffer
         yield from self.pieces.holdings()
+        if self._cpu is not None:
+            yield from self._cpu.holdings()
 
     def start(
         self,
@@ -113,16 +125,32 @@ class Updater:
                     for chunk in self._chunks_of(flat):
                         self.chunks.update(chunk, in_place)
                 self._close(flat)
-        self._queue = [chunk for flat in flats if flat.offloaded for chunk in self._chunks_of(flat)]
+        queued = [chunk for flat in flats if flat.offloaded for chunk in self._chunks_of(flat)]
+        self._queue = [chunk for chunk in queued if not chunk.on_cpu]
         self._left = {id(chunk.flat) for chunk in self._queue}
         self._at = 0
         # Side streams begin here: gradients, the norm and the step's values are complete at this point of the stream.
         self._start = StreamEvent(self._device)
+        if self._cpu is not None:
+            self._start_cpu([chunk for chunk in queued if chunk.on_cpu], values)
         # Resident parameters may be read without the engine, so their updates are all issued now unless that is
         # `deferred`; others are only started.
         resident = [flat for flat in flats if flat.offloaded and flat.resident is not None and not deferred]
         if self._queue:
             self.issue_updates(resident[-1] if resident else self._queue[0].flat)
+
+    def _start_cpu(self, chunks: list[Chunk], values: StepValues) -> None:
+        """Start the CPU's part, once checkpoints have read what it changes."""
+        assert self._cpu is not None
+        work: dict[int, tuple[Flat, list[Chunk]]] = {}
+        for chunk in chunks:
+            work.setdefault(id(chunk.flat), (chunk.flat, []))[1].append(chunk)
+        with self._updating.run(after=self._start):
+            for flat, _ in work.values():
+                self.chunks.before_update(flat)
+            ready = StreamEvent(self._device)
+        if work:
+            self._cpu.start(list(work.values()), *self.chunks.numbers(), values.skip, ready)
 
     def _update_whole(self, flats: list[Flat], values: StepValues) -> None:
         """Update one flat; or all in one step of the user's optimizer, see `PersistentOptimizer.together`."""
@@ -187,12 +215,24 @@ class Updater:
                     with self._events.update(chunk.flat.unit):
                         self.chunks.update(chunk, self._slots[(i - LEAD) % NUM_SLOTS])
                     if chunk.last:
+                        self._finish_cpu(chunk.flat)
                         self._left.discard(id(chunk.flat))
                         self._close(chunk.flat, elsewhere=True)
                 if chunk.last and chunk.flat is flat:
                     return
         if flat is None or not self._left:
             self._queue, self._at = [], LEAD
+
+    def _finish_cpu(self, flat: Flat) -> None:
+        """Let the current stream go on once the CPU's part of a flat is done."""
+        if self._cpu is None:
+            return
+        self._cpu.finish(flat)
+        if self.chunks.into is not None and self.chunks.into[0] is flat and flat.param_store is not None:
+            for chunk in self._chunks_of(flat):
+                if chunk.on_cpu:
+                    own = self.chunks.into[1][chunk.span.start : chunk.span.stop]
+                    flat.param_store.fetch(chunk.span.start, own).wait()
 
     def has_pending_update(self, flat: Flat) -> bool:
         """Whether the flat's update has not been fully issued."""
@@ -229,5 +269,8 @@ class Updater:
             parts = [(part.shifted(span.start), group, at) for span, found in chunks for part, group, at in found]
             chunks = [(Span(0, flat.held.numel), tuple(parts))]
         chunks = [chunk for chunk in chunks if chunk[1]] or [(Span(0, 0), ())]
+        first = self._turns.take(flat.spec, len(chunks)) if chunks[0][1] else 0
+        if first == len(chunks):
+            chunks.append((Span(0, 0), ()))  # the device has nothing to do but to close the flat
         last = len(chunks) - 1
-        return [Chunk(flat, span, parts, i == last, passing) for i, (span, parts) in enumerate(chunks)]
+        return [Chunk(flat, span, parts, i == last, passing, i < first) for i, (span, parts) in enumerate(chunks)]

@@ -1,7 +1,8 @@
 """Adam and AdamW in one pass over all that a parameter has; imported only if triton is installed.
 
 That is 26 bytes per bf16 parameter with a split master: gradient, parameter, remainder and two moments are read (14
-bytes), and all but the gradient are written (12). The arithmetic is in fp32, as in torch's fused kernel.
+bytes), and all but the gradient are written (12). The arithmetic is in fp32, as in torch's fused kernel. All rounding
+is written out, and is that of adam.c: a CPU that updates a part of the parameters must give the same bits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from zerocli.engine.optimizer.compiled_update import VALUES, table_of
 from zerocli.engine.optimizer.optim import StepValues
 from zerocli.layout.shards import Span
 
@@ -21,8 +23,8 @@ _BLOCK, _WARPS = 1024, 4
 _VECTOR = 16
 """Only if parts begin and end at multiples of this, and Triton knows it, can it read and write whole vectors, which is
 up to twice as fast (4.2 TB/s on an H200). The layout aligns parameters, so parts do."""
-_VALUES = tl.constexpr(9)
-"""Length of a row of values: lr, decay, 1 - beta1, beta2, 1 - beta2, eps, the gradient's sign, and two corrections."""
+_VALUES = tl.constexpr(len(VALUES) + 1)
+"""Length of a row of values: `VALUES`, and the gradient's sign."""
 _PART = tl.constexpr(5)
 """Length of a part: its first program, start, stop, group and class of counts."""
 
@@ -43,24 +45,14 @@ class FusedAdamUpdate:
 
     def __init__(self, decoupled: bool) -> None:
         self._decoupled = decoupled
-        self._table = torch.empty(0)
+        self.table = torch.empty(0)
         """A row of values for each class of counts and, within it, each group."""
-        self._num_groups = 1
+        self.factor = torch.empty(0)
+        """What gradients are multiplied by, before their sign."""
 
     def begin(self, values: StepValues) -> None:
         """Prepare a step; its values are on the device."""
-        rows = []
-        for group in values.groups:
-            (beta1, beta2), decay = group.options["betas"], group.weight_decay
-            sign = -1.0 if group.options["maximize"] else 1.0
-            row = [group.lr, group.lr * decay if self._decoupled else decay, 1 - beta1, beta2, 1 - beta2]
-            rows.append([*row, group.options["eps"], sign, beta1, beta2])
-        given = torch.tensor(rows, dtype=torch.float64).to(values.counts.device, non_blocking=True)
-        powers = given[:, -2:] ** values.counts.double()[:, None, None]
-        table = given.repeat(values.counts.numel(), 1, 1)
-        table[:, :, -2:] = 1 - powers
-        table[:, :, -1].sqrt_()
-        self._table, self._num_groups = table.float(), len(rows)
+        self.table, self.factor = table_of(values, self._decoupled), 1 / values.grad_scale
 
     def parts(self, spans: Sequence[tuple[Span, int, int]]) -> Parts:
         """Return the parts of a chunk, each given by its span, group and class of counts."""
@@ -69,7 +61,7 @@ class FusedAdamUpdate:
             rows.append([block, span.start, span.stop, group, history])
             block += -(-span.numel // _BLOCK)
         aligned = all(span.start % _VECTOR == span.stop % _VECTOR == 0 for span, _, _ in spans)
-        return Parts(torch.tensor(rows).to(self._table.device, non_blocking=True), len(rows), block, aligned)
+        return Parts(torch.tensor(rows).to(self.table.device, non_blocking=True), len(rows), block, aligned)
 
     def update(
         self,
@@ -82,13 +74,14 @@ class FusedAdamUpdate:
     ) -> None:
         """Update the parts of a chunk in place; its master is given whole or, as int16, by its remainder.
 
-        `grad`, of any dtype, is divided by `values.grad_scale`. If `values.skip` is 1 nothing changes.
+        `grad`, of any dtype, is multiplied by the step's factor. If `values.skip` is 1 nothing changes.
         """
         _adam[(parts.num_blocks,)](
-            *(parameters, master, grad, states["exp_avg"], states["exp_avg_sq"], values.grad_scale, values.skip),
-            *(self._table, self._num_groups, parts.table, parts.num_parts, self._decoupled),
+            *(parameters, master, grad, states["exp_avg"], states["exp_avg_sq"], self.factor, values.skip),
+            *(self.table, self.table.shape[1], parts.table, parts.num_parts, self._decoupled),
             *(master.dtype == torch.int16, parameters.dtype == torch.bfloat16, _VECTOR if parts.aligned else 1, _BLOCK),
             num_warps=_WARPS,
+            enable_fp_fusion=False,
         )
 
 
@@ -99,7 +92,7 @@ def _adam(
     grads,
     averages,
     squares,
-    scale,
+    factor,
     skip,
     table,
     num_groups,
@@ -120,8 +113,7 @@ def _adam(
     start, stop = tl.multiple_of(tl.load(part + 1), vector), tl.multiple_of(tl.load(part + 2), vector)
     place = start + (program - tl.load(part)) * block + tl.arange(0, block)
     inside = place < stop
-    decay = tl.load(values + 1)
-    grad = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32) / tl.load(scale) * tl.load(values + 6)
+    grad = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32) * (tl.load(factor) * tl.load(values + 8))
     if split:
         high = tl.load(parameters + place, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
         master = (high + tl.load(masters + place, mask=inside, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
@@ -131,14 +123,16 @@ def _adam(
     square = tl.load(squares + place, mask=inside, other=0.0)
     # In a skipped step too all is written: parameters that pass through a slot are only there once they are.
     old_master, old_average, old_square = master, average, square
-    if decoupled:
-        master -= decay * master
-    else:
-        grad += decay * master
-    average += tl.load(values + 2) * (grad - average)
-    square = tl.load(values + 3) * square + tl.load(values + 4) * grad * grad
-    step_size = tl.load(values) / tl.load(values + 7)
-    master -= step_size * average / (tl.sqrt_rn(square) / tl.load(values + 8) + tl.load(values + 5))
+    if not decoupled:
+        decay = tl.load(values)
+        grad = tl.where(decay != 0.0, tl.fma(master, decay, grad), grad)
+    weight = tl.load(values + 2)
+    change = grad - average
+    near = tl.fma(weight, change, average)  # as torch.lerp does it, in two ways
+    average = tl.where((weight > -0.5) & (weight < 0.5), near, tl.fma(weight - 1.0, change, grad))
+    square = tl.fma(tl.load(values + 4) * grad, grad, square * tl.load(values + 3))
+    denominator = tl.div_rn(tl.sqrt_rn(square), tl.load(values + 6)) + tl.load(values + 7)
+    master = master * tl.load(values + 1) + tl.div_rn(tl.load(values + 5) * average, denominator)
     master = tl.where(skipped, old_master, master)
     average = tl.where(skipped, old_average, average)
     square = tl.where(skipped, old_square, square)

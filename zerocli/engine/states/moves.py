@@ -77,11 +77,7 @@ def move(engine: Engine, placement: Placement | str, recompute: Recompute | None
         aliases.redirect(flats)
         engine.placement = engine.builder.placement = placed
         asked = engine.settings.recompute if recompute is None else recompute
-        # A GPU and a CPU may round an update differently: states are updated where they were.
-        update = engine.settings.update
-        if engine.device.type == "cuda":
-            update = "cpu" if engine.updater.on_cpu else "stream"
-        engine.settings = dataclasses.replace(engine.settings, offload=offload, recompute=asked, update=update)
+        engine.settings = dataclasses.replace(engine.settings, offload=offload, recompute=asked)
         engine.tiers.close_unused()
         engine.connect()
         engine.gatherer.follow(gatherer)

@@ -15,6 +15,7 @@ from zerocli.layout.buffers import (
     SlotKey,
     bucket_limit,
     chunk_runs,
+    cpu_copies,
     growing_slots,
     update_scratch,
     update_temporaries,
@@ -277,6 +278,9 @@ def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, in
     }
     if setup.device == "cuda":
         found["page-locked buffers of the update"] = _update_pinned(setup, flats)
+        trainable = [flat for flat in flats.distinct if flat.trainable]
+        copies = (round_up(spec.nbytes, constants.PAGE_NBYTES) for spec in cpu_copies(trainable, setup.sizing))
+        found["page-locked copies for the CPU's part of the update"] = sum(copies)
         found["arrays of an update on the CPU"] = _update_arrays(setup, flats) if setup.updates_on_cpu else 0
     return found
 
@@ -355,8 +359,6 @@ def _update_pinned(setup: Setup, flats: Flats) -> int:
         trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
         total += _pinned((key, spec.nbytes) for key, spec in growing_slots(trainable, setup.sizing) if spec.tier != HBM)
         total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
-    if setup.update == "auto" and any(flat.offloaded for flat in flats.distinct):
-        total += 2 * _power_of_two(96 << 20)  # of the measurement at start-up; torch keeps them
     return total
 
 

@@ -69,7 +69,8 @@ def process_nbytes(setup: Setup, rotary: bool = True) -> int:
         "rotation": rotary,
         "optimizers": any(setup.num_temporaries),
         "adamax": setup.optimizer.lower() == "adamax",
-        "threads": setup.updates_on_cpu and any(share.tier != HBM for share in setup.placement().of("optimizer")),
+        "threads": setup.updates_on_both
+        or (setup.updates_on_cpu and any(share.tier != HBM for share in setup.placement().of("optimizer"))),
     }
     return sum(constant(name, setup.runtime) for name, is_there in taken.items() if is_there)
 

@@ -300,7 +300,7 @@ def _fitting(model: Model, setup: Setup, hardware: Hardware, recompute: bool) ->
     """Return the fastest candidates that fit with the margins of `--auto`, one of each kind of placement."""
     free = dataclasses.replace(setup, offload=Placement(), recompute=AUTO if recompute else setup.recompute)
     if setup.device == "cuda":
-        free = dataclasses.replace(free, update="cpu" if setup.updates_on_cpu else "stream")
+        free = dataclasses.replace(free, update="cpu" if setup.updates_on_cpu else setup.update)
     try:
         return choose(model, free, hardware, (setup.stage,)).fitting
     except UserError:

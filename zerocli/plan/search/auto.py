@@ -49,8 +49,6 @@ ORDERS = (("optimizer", "gradients", "parameters"), ("optimizer", "parameters", 
 """Kinds of states in the orders in which they leave the device."""
 BUDGET_STEP, LARGE_BUDGET_STEP, LARGE_BUDGET = 64 << 20, 1 << 30, 100 << 30
 """Budgets are multiples of the first many bytes, or of the second from the third on."""
-CPU_ESTIMATE = 0.8
-"""An update on the CPU is chosen if it is estimated to take less than this: estimates of it are that much too short."""
 COMPILING = 15.0
 """Seconds that compiling the blocks takes at most (measured on an H200: 3 to 12)."""
 Key = tuple[object, ...]
@@ -261,12 +259,7 @@ class _Search:
                 yield found
 
     def _finished(self, candidate: Candidate) -> Candidate:
-        """Return a candidate that fits, with its update where it is faster, and compiled if that pays."""
-        setup, plan = candidate.setup, candidate.plan
-        away = any(plan.of("optimizer_states", tier) for tier in plan.tiers if tier != HBM)
-        if away and setup.device == "cuda" and setup.update == AUTO and self._limits.products:
-            there = weigh(self._model, replace(setup, update="cpu"), self._limits)
-            candidate = there if there.fits and there.cost < candidate.cost * CPU_ESTIMATE else candidate
+        """Return a candidate that fits, compiled if that pays."""
         if not self._steps or not self._model.whole:
             return candidate
         plan = replace(candidate.plan, setup=replace(candidate.setup, compiled=True))  # they need no more memory

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from zerocli.engine.optimizer.optim import FusedAdam
-from zerocli.engine.optimizer.update_place import LEAST_NUMEL, choose_compiled, measure_cpu
+from zerocli.engine.optimizer.update_place import LEAST_NUMEL, MOST_NUMEL, choose_compiled, measure_cpu
 from zerocli.engine.precision import PRECISIONS
 
 SECONDS = 1.0
@@ -32,7 +32,7 @@ def measure_rates(device: torch.device) -> dict[str, float]:
         "products": _product_rate(16384, 4096, torch.bfloat16, device) if cuda else _product_rate(1024, 1024),
         **half,
         "memory": 2 * source.nbytes / _seconds(lambda: target.copy_(source), device) / 1e9,
-        "adam": 1e-9 / measure_cpu(split=True, compiled=choose_compiled("auto", FusedAdam(True), LEAST_NUMEL, True)[0]),
+        "adam": 1e-9 / measure_cpu(True, MOST_NUMEL, choose_compiled("auto", FusedAdam(True), LEAST_NUMEL, True)[0]),
     }
 
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from offload.placement import HBM
+from offload.placement import HBM, KINDS
+from zerocli.layout.buffers import share_of_cpu
 from zerocli.plan.blocks.work import Work
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -26,6 +27,9 @@ GB = 1e9
 LINK, DISK = 0.95, 0.9
 """Shares of the rates that copies alone reach which a step's transfers reach (measured on an H200; its disk was slower
 with files of 8 GiB than with the benchmark's of one)."""
+BESIDE_LINK = 0.8
+"""Share of its rate that each of the link and the CPU's part of an update reaches while the other uses the same memory
+(beside an H200 the CPU takes 0.26 to 0.28 s for a billion parameters, 0.22 s alone)."""
 DECODING_NBYTES = {"nf4": 2.52, "int8": 3.02}
 """Bytes that decoding a parameter into bf16 reads and writes: its code, its share of the scales, the result."""
 CHECKPOINT_WAIT = 0.4
@@ -68,12 +72,10 @@ class Moved:
     up: float = 0.0
     down: float = 0.0
     disk: float = 0.0
-    alone: float = 0.0
-    """Bytes, in either direction, that move while nothing else does."""
 
     def pcie_seconds(self, hardware: Hardware) -> float:
         both = (self.up + self.down) / (2 * hardware.both_ways)
-        return (max(self.up, self.down, both) + self.alone) / (hardware.pcie * GB * LINK)
+        return max(self.up, self.down, both) / (hardware.pcie * GB * LINK)
 
     def disk_seconds(self, hardware: Hardware) -> float:
         return self.disk / (hardware.disk * GB * DISK)
@@ -115,10 +117,12 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     offloaded = sum(plan.of("optimizer_states", tier) for tier in off_device(plan))
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
     here = held * _update_nbytes(setup) / (hardware.hbm * GB * UPDATE)
-    if offloaded and setup.updates_on_cpu:
+    if offloaded and (mine := _share_of_cpu(setup, hardware)):
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
-        first.parts["update"] = held * setup.local_ranks * (offloaded / states) / (hardware.adam * GB)
-        here *= 1 - offloaded / states
+        mine *= offloaded / states
+        rate = hardware.adam * GB * (1.0 if setup.updates_on_cpu else BESIDE_LINK)
+        first.parts["update"] = held * setup.local_ranks * mine / rate
+        here *= 1 - mine
     every = (first, backward, forward)
     parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
     waits = here + _waited(plan, work.ends, hardware)
@@ -133,6 +137,19 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     exposed = sum(each.exposed * each.times for each in every)
     hidden = max(0.0, 1 - exposed / parts["collectives"]) if parts["collectives"] else 1.0
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu, hidden)
+
+
+def _share_of_cpu(setup: Setup, hardware: Hardware) -> float:
+    """Return the share of offloaded states that the CPU updates: all, or with which it takes as long as the link."""
+    if setup.updates_on_cpu:
+        return 1.0
+    if not setup.updates_on_both:
+        return 0.0
+    width, placement = setup.state_width, setup.placement()
+    link = Moved(up=width, down=width).pcie_seconds(hardware) / BESIDE_LINK
+    cpu = setup.local_ranks / (hardware.adam * GB * BESIDE_LINK)
+    away = [kind for kind in KINDS if any(share.tier != HBM for share in placement.of(kind))]
+    return share_of_cpu(link, cpu, setup.width, away, setup.sizing)
 
 
 def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
@@ -197,7 +214,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     # Two sums per block and direction, and those of recomputed blocks once more.
     sums = 2 * of.layers * Group(setup.tp, setup.ranks_per_node).all_reduce(hidden, hardware)
     repeated = setup.num_recomputed(of.layers) / of.layers
-    host = _host_moves(plan, of, hardware.host)
+    host = _host_moves(plan, of, hardware.host, 1 - _share_of_cpu(setup, hardware) * setup.updates_on_both)
     head = sum(device_seconds(work.head, setup, hardware).values())
     wire = Wire(plan, of, hardware)
     every, last = float(setup.zero.parameters), _computing(backward, setup, hardware) / of.layers
@@ -210,7 +227,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
         (setup.accumulate - 1, forward, host.gather, sums, later),
     ]
     phases = []
-    moves = _moved(plan, plan.num_trained / setup.tp)
+    moves = _moved(plan, plan.num_trained / setup.tp, _share_of_cpu(setup, hardware))
     for (times, computed, hosted, exchanged, (gathered, replayed)), moved in zip(made, moves, strict=True):
         parts = {
             "compute": _computing(computed, setup, hardware),
@@ -297,8 +314,10 @@ class HostMoves:
     update: float
 
 
-def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> HostMoves:
-    """Return the host's time for transfers of parameters, gradients, activation checkpoints and optimizer states."""
+def _host_moves(plan: Plan, of: Computed, host: HostTimes, device: float) -> HostMoves:
+    """Return the host's time for transfers of parameters, gradients, activation checkpoints and optimizer states, of
+    which the `device` updates this share.
+    """
     units = of.layers + 2
 
     def share(category: str) -> float:
@@ -307,8 +326,8 @@ def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> HostMoves:
 
     kept = any(plan.of("activations", tier) for tier in off_device(plan)) * plan.setup.num_recomputed(of.layers)
     states, gradients, parameters = map(share, ("optimizer_states", "gradients", "parameters"))
-    through = max(states, gradients, parameters)  # the share of the update that passes through its slots
-    transfers = num_transfers(plan.setup, states, gradients, parameters)
+    through = max(states, gradients, parameters) * device  # the share of the update that passes through its slots
+    transfers = num_transfers(plan.setup, states, gradients, parameters) * device
     return HostMoves(
         host.moved * units * parameters,
         host.reduced * units * gradients + host.kept * kept,
@@ -324,25 +343,26 @@ def num_transfers(setup: Setup, states: float, gradients: float, parameters: flo
     return 2 * states + gradients + (1 + setup.sizing.split_master) * parameters
 
 
-def _moved(plan: Plan, local: float) -> tuple[Moved, Moved, Moved]:
-    """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase."""
+def _moved(plan: Plan, local: float, cpu: float) -> tuple[Moved, Moved, Moved]:
+    """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase, if the CPU
+    updates this share of the offloaded states.
+    """
     setup, ranks = plan.setup, plan.setup.local_ranks
     added = 1 - 1 / setup.accumulate  # share of backwards that add to gradients of earlier ones
     first, backward, forward = Moved(), Moved(), Moved()
     elsewhere = off_device(plan)
     offloaded = [plan.of("optimizer_states", tier) for tier in elsewhere]
-    on_cpu = setup.updates_on_cpu and any(offloaded)
-    through = 0 if on_cpu else 1  # whether states, gradients and new parameters cross the link for the update
+    on_cpu = cpu if any(offloaded) else 0.0
+    through = 1 - on_cpu  # the share of states, gradients and new parameters that cross the link for the update
     for tier in elsewhere:
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
         updated = parameters * plan.num_trained / plan.numel
         fetched = updated if setup.sizing.split_master and states else 0  # for the update, beside the gather
-        first.up += through * (states + gradients + fetched) + parameters
+        # What the device updates it also writes into the memory of the gather.
+        first.up += through * (states + gradients + fetched - updated) + parameters
         first.down += through * (states + updated) + checkpoints
-        # Updated parameters are written before they are gathered, which leaves gaps as long as both take.
-        first.alone += through * (updated + parameters) * bool(states)
         backward.up += parameters + gradients * added + checkpoints
         backward.down += gradients
         forward.up += parameters
@@ -353,7 +373,7 @@ def _moved(plan: Plan, local: float) -> tuple[Moved, Moved, Moved]:
             backward.disk += ranks * (read + gradients * (1 + added) + checkpoints)
             forward.disk += ranks * (read + checkpoints)
     if on_cpu:
-        share = local / (setup.shards if setup.zero.optimizer else 1)
+        share = on_cpu * local / (setup.shards if setup.zero.optimizer else 1)
         if not any(plan.of("gradients", tier) for tier in elsewhere):
             first.down += share * setup.grad_width
         if not any(plan.of("parameters", tier) for tier in elsewhere):

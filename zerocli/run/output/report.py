@@ -44,7 +44,8 @@ def opening(config: Config, engine: Engine, recomputed: str = "") -> str:
         words.append(f"{engine.across.world} groups of {engine.inside.world}, each with {has}")
     axes = f" ({'; '.join(words)})" if words else ""
     each = "data-parallel rank" if tp > 1 else "rank"
-    update = f"; update {'on the CPU' if engine.updater.on_cpu else 'through the device'} ({engine.update_reason})"
+    where = "on the CPU" if engine.update.on_cpu else "on both" if engine.update.share else "through the device"
+    update = f"; update {where} ({engine.update.reason})"
     offload = [f"offload {config.offload.placement}{update if any(f.offloaded for f in engine.flats()) else ''}"]
     return "\n".join(
         [
