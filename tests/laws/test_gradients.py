@@ -29,6 +29,31 @@ def test_freeing_gradients_changes_no_number(cases):
             assert kept == freed, settings
 
 
+def _zeroed(zero: bool, **settings: object) -> list[float]:
+    torch.manual_seed(3)
+    model, losses = Deep(4), []
+    settings |= {"precision": "bf16", "keep_gradients": False, "lr": 0.01}
+    engine = zerocli.shard(model, offload="optimizer=cpu", update="stream", staging_nbytes=48000, **settings)
+    for _ in range(3):
+        if zero:
+            engine.optimizer.zero_grad()
+        loss = model(torch.randn(4, WIDTH)).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        if zero:
+            engine.zero_grad(set_to_none=True)
+    engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zeroing_gradients_after_a_step_leaves_its_update_what_it_reads(stage):
+    """As every loop of torch's does: updates of units that the next forward has not reached are still to be made."""
+    settings = {"stage": stage, "defer_update": stage == 1}
+    assert _zeroed(True, **settings) == _zeroed(False, **settings)
+
+
 def _held(stage: int) -> list[int]:
     model = Deep(4)
     engine = zerocli.shard(model, stage=stage, precision="bf16", keep_gradients=False)

@@ -128,6 +128,8 @@ class Updater:
         queued = [chunk for flat in flats if flat.offloaded for chunk in self._chunks_of(flat)]
         self._queue = [chunk for chunk in queued if not chunk.on_cpu]
         self._left = {id(chunk.flat) for chunk in self._queue}
+        for chunk in self._queue:
+            chunk.flat.gradient.awaited = True
         self._at = 0
         # Side streams begin here: gradients, the norm and the step's values are complete at this point of the stream.
         self._start = StreamEvent(self._device)
@@ -239,6 +241,7 @@ class Updater:
         return id(flat) in self._left
 
     def _close(self, flat: Flat, elsewhere: bool = False) -> None:
+        flat.gradient.awaited = False
         flat.gradient.close(elsewhere)
         flat.written = StreamEvent(self._device)
         self._updated(flat)

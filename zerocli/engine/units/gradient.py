@@ -23,6 +23,8 @@ class FlatGradient:
         """Whether gradients are not partitioned: the whole one is kept until it is reduced."""
         self.stays = True
         """Whether it stays allocated on the device between steps."""
+        self.awaited = False
+        """Whether an update that is under way has not read all of it."""
         self.whole: torch.Tensor | None = None
         """The whole gradient, if gradients are not partitioned and it is allocated now."""
         self.held: torch.Tensor | None = None

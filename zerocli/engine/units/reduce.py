@@ -176,10 +176,11 @@ class Reducer:
                 drop_grad(parameter)
 
     def free_grads(self) -> None:
-        """Drop all gradients of the step and free their memory."""
+        """Drop all gradients of the step and free their memory; those that the last step's update still reads stay."""
         self.drop_grads()
         for flat in self._flats:
-            flat.gradient.close()
+            if not flat.gradient.awaited:
+                flat.gradient.close()
 
     def complete(self, flat: Flat) -> None:
         """Mark the flat's gradients as complete for this backward; gradients that have not arrived count as zero."""
