@@ -155,7 +155,7 @@ def test_a_stuck_transfer_names_its_unit_and_its_piece():
     future: Future = Future()
     with Watchdog(engine, 0.2, end):
         assert flat.record is not None
-        transfer = flat.record.store._track(Transfer(4096, future=future, tier="nvme"))
+        transfer = flat.record.store._track(Transfer(4096, future=future, tier="nvme"), 0, 1)
         waiter = threading.Thread(target=transfer.synchronize)
         waiter.start()
         assert told.wait(600)

@@ -468,6 +468,7 @@ class Engine:
         self.tiers.close()  # ends their transfers, which may still read or write what is freed below
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self.updater.close()
         # Freed here and not with the last reference: cycles would keep it until Python's collector runs.
         for storage in held:
             if storage.data_ptr() not in kept and storage.resizable():  # others share memory with numpy: small ones

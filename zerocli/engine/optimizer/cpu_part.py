@@ -69,6 +69,13 @@ class CpuPart:
         """Return (category, name, tensor) of its host memory."""
         return [("buffers", CPU_COPIES, each.pages.bytes) for each in self._copies or ()]
 
+    def close(self) -> None:
+        """End the thread and free the host memory; nothing may be under way."""
+        self._worker.shutdown()
+        for each in self._copies or ():
+            each.pages.release()
+        self._copies = None
+
     def start(
         self, work: Sequence[Work], table: torch.Tensor, factor: torch.Tensor, skip: torch.Tensor, ready: StreamEvent
     ) -> None:

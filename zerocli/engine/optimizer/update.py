@@ -84,6 +84,11 @@ class Updater:
         if self._cpu is not None:
             yield from self._cpu.holdings()
 
+    def close(self) -> None:
+        """End the thread that makes the CPU's part; all updates must have been issued."""
+        if self._cpu is not None:
+            self._cpu.close()
+
     def start(
         self,
         flats: Iterable[Flat],

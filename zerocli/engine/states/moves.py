@@ -82,6 +82,7 @@ def move(engine: Engine, placement: Placement | str, recompute: Recompute | None
         engine.connect()
         engine.gatherer.follow(gatherer)
         engine.reducer.follow(reducer)
+        engine.updater.close()
         engine.open_updater()
         engine.updater.chunks.before_update = before_update
         recomputed = engine.recomputed_units()
