@@ -18,7 +18,8 @@ from zerocli.plan.memory.saves import SHARED, folder_of
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
-from zerocli.plan.models.resolve import plan_source
+from zerocli.plan.models.resolve import plan_source, trace_built_in
+from zerocli.plan.models.traced import trace
 from zerocli.plan.report.verdict import Verdict
 from zerocli.plan.rows import Row
 from zerocli.plan.search import automatic, largest
@@ -214,16 +215,14 @@ def _trace(source: Source, setup: Setup) -> Model:
             f"--trace runs a model, and {source.name} names none that is built in",
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
         )
+    if built_in is not None and shape is not None:
+        config = dataclasses.replace(source.config, model=built_in)  # whose layers targets name
+        return trace_built_in(config, shape.positions or setup.seq, setup)
     from zerocli.plan.blocks.factory import build_factory
-    from zerocli.plan.models.traced import trace
 
     def make() -> Any:
-        from zerocli.models import build
         from zerocli.models.lora import adapted
 
-        if built_in is None or shape is None:
-            return adapted(build_factory(source.factory), source.config)
-        model = build(built_in, shape.positions or setup.seq, "meta")
-        return adapted(model, dataclasses.replace(source.config, model=built_in))  # whose layers targets name
+        return adapted(build_factory(source.factory), source.config)
 
     return trace(source.name, make, setup)

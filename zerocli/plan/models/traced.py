@@ -161,11 +161,14 @@ def trace(
 
     `loss(model, setup)` runs it on a batch; by default `model(tokens, targets)` gives the loss.
     """
+    import torch
+
     from zerocli.plan.models.record import record
 
     def describe(setup: Setup) -> Program:
         try:
-            return record(name, make(), setup, loss)
+            with torch.random.fork_rng(devices=()):  # a run's own random numbers stay what they are
+                return record(name, make(), setup, loss)
         except UserError:
             raise
         except ValueError as error:

@@ -106,9 +106,8 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     )
     if not lora.rank:
         return [f"frozen: {', '.join(config.train.freeze)}; {share}"]
-    factor = f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "")
-    if lora.dora:  # docs/fit.md
-        factor += ", dora (what it computes beside is not in this run's plan; `zerocli fit` counts it)"
+    factor = f"alpha {lora.alpha or 2 * lora.rank:g}"
+    factor += (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     plain = unadapted(engine.model)
     without = f"; {count_of(len(plain), 'packed tensor')} of experts without one" if plain else ""
     stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
