@@ -222,12 +222,13 @@ def test_fit_counts_states_of_adapters_alone(capsys):
 
 def test_every_plan_of_a_run_counts_what_dora_computes_beside(adds_in_new_memory):
     """`train` compares it with the machine, `check` runs it unsharded, `profile` shows it beside what was measured."""
+    text = "lora.dora=true lora.rank_pattern=down_proj=16"
     sizes = ("family=llama", "layers=4", "hidden=32", "heads=4", "vocab=150")
-    words = [f"model.{size}" for size in sizes] + ["lora.rank=4", "lora.dora=true", "train.batch=4", "train.seq=24"]
+    words = [f"model.{size}" for size in sizes] + [*text.split(), "lora.rank=4", "train.batch=4", "train.seq=24"]
     config = configs.load("tiny", [*words, "parallel.ranks=1", "zero.stage=3", "train.precision=fp32"])
     facts = {"ranks": 1, "ranks_per_node": 1, "precision": "fp32", "device": "cpu", "recompute": NOTHING}
     found = (preflight(config, ()).plan, plan_config(config, "cpu"), predict(config, facts)[0])
-    peak, _ = measured({"family": "llama"}, {"stage": 3, "precision": "fp32"}, "4 lora.dora=true", 4, 24)
+    peak, _ = measured({"family": "llama"}, {"stage": 3, "precision": "fp32"}, f"4 {text}", 4, 24)
     for plan in found:
         assert plan is not None and peak <= plan.allocated <= peak * 1.01
 

@@ -18,7 +18,7 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.safetensors import Weights
 from zerocli.checkpoint.state import spread
 from zerocli.config import Config, ModelConfig
-from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, table_of
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Base
 from zerocli.engine.units.codecs import decode, encode
@@ -166,7 +166,9 @@ def peft_config(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": config.train.init_from or None,
         "r": lora.rank,
+        "rank_pattern": table_of(lora.rank_pattern),
         "lora_alpha": lora.alpha or 2 * lora.rank,
+        "alpha_pattern": table_of(lora.alpha_pattern),
         "lora_dropout": lora.dropout,
         "target_modules": sorted(adapted) if others is None else shortest_names(adapted, others),
         "target_parameters": (sorted(packed) if parameters is None else shortest_names(packed, parameters - packed))

@@ -13,6 +13,7 @@ from zerocli.console import printable
 from zerocli.errors import UserError
 from zerocli.layout.sizes import format_bytes, format_seconds
 from zerocli.plan.blocks.inputs import Source, model_of
+from zerocli.plan.blocks.lora import left_out
 from zerocli.plan.memory.build import check
 from zerocli.plan.memory.saves import SHARED, folder_of
 from zerocli.plan.models.counted import Counted
@@ -183,8 +184,8 @@ def _model(
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     lora = source.config.lora
     traced = traced or ((chooses or lora.rank > 0) and bool(source.factory))
-    if lora.rank and source.shape is not None and (source.shape.experts or source.shape.latent or lora.dora):
-        traced = True  # formulas have adapters of dense blocks alone, and nothing of what DoRA computes beside them
+    if lora.rank and source.shape is not None and (source.shape.experts or source.shape.latent or left_out(lora)):
+        traced = True  # formulas have adapters of dense blocks alone
     if (found := plan_source(source, traced, setup, notes)) is not None:
         return found
     if traced:

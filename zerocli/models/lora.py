@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerocli.config import Config, LoraConfig, ModelConfig
-from zerocli.config.lora import matches, scale
+from zerocli.config.lora import factor_of, fitting, matches, pattern_problem, rank_of
 from zerocli.config.schema import ALL_LINEAR
 from zerocli.errors import UserError, closest
 from zerocli.models import hugging
@@ -44,6 +44,8 @@ def lora(
     dora: bool = False,
     save_modules: Sequence[str] = (),
     dtype: str = "compute",
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
 ) -> nn.Module:
     """Freeze a model and give its linear layers adapters; returns the model. See `LoraConfig` for the arguments.
 
@@ -52,8 +54,10 @@ def lora(
     named = (targets,) if isinstance(targets, str) else tuple(targets)
     if dora and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("dora=True needs the lengths of the rows of the weights, and the model has no values (meta)")
+    ranks, alphas = (tuple(f"{key}={n}" for key, n in (each or {}).items()) for each in (rank_pattern, alpha_pattern))
+    kept = tuple(save_modules)
     try:
-        adapt(model, LoraConfig(rank, named, alpha, dropout, rslora, dora, tuple(save_modules), dtype))
+        adapt(model, LoraConfig(rank, named, alpha, ranks, alphas, dropout, rslora, dora, kept, dtype))
     except UserError as error:
         raise ValueError(str(error)) from None
     model.register_forward_hook(_warn_idle)
@@ -69,14 +73,17 @@ def _warn_idle(model: nn.Module, inputs: Any, output: Any) -> None:
 
 
 class Adapter(nn.Module):
-    """Adds `b(a(x))` to the output of a linear layer, or to a part of it; `b` is zero at first."""
+    """Adds `factor x b(a(x))` to the output of a linear layer, or to a part of it; `b` is zero at first."""
 
     read_by_its_layer = True
     """Its layer reads its parameters without calling it, so it cannot be a unit by itself."""
     magnitude: nn.Parameter | None
 
-    def __init__(self, inputs: int, outputs: int, rank: int, like: dict[str, Any], dora: bool) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, rank: int, factor: float, like: dict[str, Any], dora: bool = False
+    ) -> None:
         super().__init__()
+        self.factor = factor
         self.a = nn.Parameter(torch.empty(rank, inputs, **like))
         self.b = nn.Parameter(torch.empty(outputs, rank, **like))
         self.register_parameter("magnitude", nn.Parameter(torch.empty(outputs, **like)) if dora else None)
@@ -91,15 +98,16 @@ class Adapter(nn.Module):
             nn.init.ones_(self.magnitude)  # `set_magnitudes` writes the lengths of the base's rows
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return what is added, without the factor."""
         return F.linear(F.linear(x.to(self.a.dtype), self.a), self.b)
 
 
 class Adapters(nn.Module):
     """The adapters of one layer: one, or one for each of the matrices that are fused in it."""
 
-    def __init__(self, widths: Mapping[str, int], factor: float, dropout: float) -> None:
+    def __init__(self, widths: Mapping[str, int], dropout: float) -> None:
         super().__init__()
-        self.widths, self.factor, self.dropout = dict(widths), factor, dropout
+        self.widths, self.dropout = dict(widths), dropout
         self.ran = False
         """Whether the layer was called: the adapters of one whose weight is only read would add nothing."""
 
@@ -115,11 +123,13 @@ class Adapters(nn.Module):
             low = _joined([F.linear(self._dropped(x), each.a) for each in own], -1)
         else:
             low = F.linear(x, _joined([each.a for each in own], 0))
-        blocks = [children[name].b if name in children else x.new_empty(size, 0) for name, size in self.widths.items()]
+        factor = own[0].factor
+        high = {n: each.b if each.factor == factor else each.b * (each.factor / factor) for n, each in children.items()}
+        blocks = [high[name] if name in high else x.new_empty(size, 0) for name, size in self.widths.items()]
         b = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
         if low.dtype != y.dtype:
-            return torch.add(y, F.linear(low, b).to(y.dtype), alpha=self.factor)
-        rows = torch.addmm(y.reshape(-1, y.shape[-1]), low.reshape(-1, len(b.t())), b.t(), alpha=self.factor)
+            return torch.add(y, F.linear(low, b).to(y.dtype), alpha=factor)
+        rows = torch.addmm(y.reshape(-1, y.shape[-1]), low.reshape(-1, len(b.t())), b.t(), alpha=factor)
         return rows.view(y.shape)
 
     def _dropped(self, x: Tensor) -> Tensor:
@@ -140,18 +150,18 @@ class Adapters(nn.Module):
             plain = part if bias is None else part - bias[rows]
             if dropped is not x:
                 plain = F.linear(dropped, weight[rows])
-            turned = weight[rows].detach() + self.factor * (adapter.b @ adapter.a).detach().to(weight.dtype)
+            turned = weight[rows].detach() + adapter.factor * (adapter.b @ adapter.a).detach().to(weight.dtype)
             length = turned.float().norm(dim=1).to(y.dtype)
             ratio = adapter.magnitude / length
-            made.append((part + (ratio - 1) * plain + ratio * self.factor * adapter(dropped)).to(y.dtype))
+            made.append((part + (ratio - 1) * plain + ratio * adapter.factor * adapter(dropped)).to(y.dtype))
         return made[0] if len(made) == 1 else torch.cat(made, -1)
 
 
 class PackedAdapters(Adapters):
     """The adapters of the packed tensors of one module; those of all matrices of a tensor are one, as in peft."""
 
-    def __init__(self, widths: Mapping[str, int], factor: float, transposed: bool) -> None:
-        super().__init__(widths, factor, dropout=0.0)
+    def __init__(self, widths: Mapping[str, int], transposed: bool) -> None:
+        super().__init__(widths, dropout=0.0)
         self.transposed = transposed
         """Whether the matrices are (inputs, outputs)."""
 
@@ -163,7 +173,7 @@ class PackedAdapters(Adapters):
             name = part.partition(PACKED)[0]
             packed: Any = module._parameters[name]
             # An attribute of the instance comes before its parameters, which stay registered.
-            module.__dict__[name] = add_packed(packed, adapter.a, adapter.b, self.factor, self.transposed)
+            module.__dict__[name] = add_packed(packed, adapter.a, adapter.b, adapter.factor, self.transposed)
 
     def restore(self, module: nn.Module) -> None:
         """Let a module read its own tensors again."""
@@ -251,18 +261,22 @@ def adapt(model: nn.Module, asked: LoraConfig, theirs: Theirs | None = None) -> 
     if not any((*chosen.values(), *inside.values())) or (missing and not asked.start):  # peft's are of many families
         raise _no_target(missing, layers, theirs, named)
     kept = trained_whole(model, asked.save_modules, theirs)
-    for path, parts in chosen.items():
-        _refuse_layer(layers[path], path, parts, asked.rank)
-    for path, names in inside.items():
-        _refuse_packed(model.get_submodule(path), path, names, asked)
+    names = {path: {part: module_there(path, part, theirs) for part in parts} for path, parts in chosen.items()}
+    adapted = [each for parts in names.values() for each in parts.values()]
+    adapted += [f"{path}.{name}" for path, own in inside.items() for name in own]
+    _refuse_patterns(asked, adapted)
+    for path, parts in names.items():
+        _refuse_layer(layers[path], path, parts, asked)
+    for path, own in inside.items():
+        _refuse_packed(model.get_submodule(path), path, own, asked)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
-    for path, parts in chosen.items():
+    for path, parts in names.items():
         if parts:
             _give(layers[path], parts, asked)
-    for path, names in inside.items():
-        if names:
-            _give_packed(model.get_submodule(path), names, asked)
+    for path, own in inside.items():
+        if own:
+            _give_packed(model.get_submodule(path), path, own, asked)
 
 
 def adapted(model: nn.Module, config: Config) -> nn.Module:
@@ -295,6 +309,18 @@ def _refuse_expressions(asked: LoraConfig) -> None:
             re.compile(target)
         except re.error as error:
             raise UserError(f"lora: {target!r} is not a regular expression: {error}", hint="--lora 16:q_proj") from None
+
+
+def _refuse_patterns(asked: LoraConfig, names: list[str]) -> None:
+    """Raise UserError for a pattern that fits none of the layers with adapters, by peft's names; peft's own may."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(asked, key)
+        if problem := pattern_problem(key, patterns):
+            raise UserError(f"lora.{problem}")
+        for each in patterns if not asked.start else ():
+            if not any(fitting((each,), name) for name in names):
+                ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+                raise UserError(f"lora.{key}: {each} fits no layer with adapters; there are {', '.join(ends[:20])}")
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -405,12 +431,13 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {first: others for first, *others in names.values() if others}
 
 
-def _refuse_layer(layer: nn.Module, path: str, parts: list[str], rank: int) -> None:
-    """Raise UserError if these parts of a layer cannot have adapters of a rank."""
+def _refuse_layer(layer: nn.Module, path: str, parts: Mapping[str, str], asked: LoraConfig) -> None:
+    """Raise UserError if these parts of a layer, with peft's names, cannot have adapters of the rank that is asked."""
     if parts and hasattr(layer, "lora"):
         raise UserError(f"lora: {path} has an attribute `lora` already")
     inputs, widths = matrix_of(layer).shape[1], widths_of(layer)
-    for part in parts:
+    for part, name in parts.items():
+        rank = rank_of(asked, name)
         if rank > min(inputs, widths[part]):
             raise UserError(
                 f"lora: rank {rank} is above the smaller side of {path}, {widths[part]} x {inputs}: an adapter would "
@@ -431,24 +458,26 @@ def _refuse_packed(module: nn.Module, path: str, names: list[str], asked: LoraCo
                 "dora and dropout need a layer for each",
                 hint="--set lora.dora=false --set lora.dropout=0, or other targets",
             )
-        if asked.rank > min(sides):
+        rank = rank_of(asked, f"{path}.{name}")
+        if rank > min(sides):
             raise UserError(
-                f"lora: rank {asked.rank} is above the smaller side of {path}.{name}, {count} matrices of "
+                f"lora: rank {rank} is above the smaller side of {path}.{name}, {count} matrices of "
                 f"{sides[0]} x {sides[1]}: an adapter would have more parameters than its matrix",
                 hint=f"--lora {min(sides)} at most, or other targets",
             )
 
 
-def _give_packed(module: nn.Module, names: list[str], asked: LoraConfig) -> None:
+def _give_packed(module: nn.Module, path: str, names: list[str], asked: LoraConfig) -> None:
     transposed, found = is_transposed(module), {}
     for at, name in enumerate(names):
         packed = module.get_parameter(name)
         count, outputs, inputs = (packed.mT if transposed else packed).shape
         like = {"dtype": torch.float32 if asked.dtype == "fp32" else packed.dtype, "device": packed.device}
         part = f"{name}{PACKED}{len(names) - 1 - at}"
-        found[part] = outputs, Adapter(inputs, outputs, count * asked.rank, like, dora=False)
+        known = count * rank_of(asked, f"{path}.{name}"), factor_of(asked, f"{path}.{name}")
+        found[part] = outputs, Adapter(inputs, outputs, *known, like)
     widths = {part: outputs for part, (outputs, _) in found.items()}
-    adapters = PackedAdapters(widths, scale(asked.rank, asked.alpha, asked.rslora), transposed)
+    adapters = PackedAdapters(widths, transposed)
     for part, (_, adapter) in found.items():
         adapters.add_module(part, adapter)
     module.lora = adapters
@@ -456,14 +485,14 @@ def _give_packed(module: nn.Module, names: list[str], asked: LoraConfig) -> None
     module.register_forward_hook(_restore, always_call=True)
 
 
-def _give(layer: nn.Module, parts: list[str], asked: LoraConfig) -> None:
+def _give(layer: nn.Module, parts: Mapping[str, str], asked: LoraConfig) -> None:
     widths, matrix = widths_of(layer), matrix_of(layer)
-    adapters = Adapters(widths, scale(asked.rank, asked.alpha, asked.rslora), asked.dropout)
+    adapters = Adapters(widths, asked.dropout)
     dtype = torch.float32 if asked.dtype == "fp32" else matrix.dtype
-    for part in parts:
+    for part, name in parts.items():
         inputs, outputs = matrix.shape[1], widths[part]
         like = {"dtype": dtype, "device": matrix.device}
-        adapter = Adapter(inputs, outputs, asked.rank, like, asked.dora)
+        adapter = Adapter(inputs, outputs, rank_of(asked, name), factor_of(asked, name), like, asked.dora)
         if adapter.magnitude is not None and not matrix.is_meta:
             with torch.no_grad():
                 adapter.magnitude.copy_(row_lengths(matrix, widths, part))

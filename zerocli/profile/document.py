@@ -149,7 +149,9 @@ def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[
     hardware = this_machine(known, bench.remembered(known, paths))
     if hardware is None:
         return None
-    timed = estimate(plan, run_model(config, plan.setup).computed(plan.setup, hardware.host), hardware)
+    computed = run_model(config, plan.setup).computed(plan.setup, hardware.host)
+    assert computed is not None  # it is a formula or a trace
+    timed = estimate(plan, computed, hardware)
     return {"seconds": timed.seconds, "phases": timed.phases, "bound": timed.bound, "rates": hardware.source}
 
 

@@ -18,6 +18,7 @@ from zerocli.config import Config
 from zerocli.errors import UserError
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import Source, model_of, run_shape
+from zerocli.plan.blocks.lora import left_out
 from zerocli.plan.blocks.program import FORMAT, Program
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
@@ -31,7 +32,7 @@ MAX_NBYTES = 64 << 20
 
 def run_model(config: Config, setup: Setup) -> Model:
     """Return the built-in model that a run trains: its formulas, or a trace where these leave out what it computes."""
-    return trace_built_in(config, config.train.seq, setup) if config.lora.dora else Formula(run_shape(config))
+    return trace_built_in(config, config.train.seq, setup) if left_out(config.lora) else Formula(run_shape(config))
 
 
 def trace_built_in(config: Config, seq: int, setup: Setup) -> Traced:

@@ -106,12 +106,13 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     )
     if not lora.rank:
         return [f"frozen: {', '.join(config.train.freeze)}; {share}"]
-    factor = f"alpha {lora.alpha or 2 * lora.rank:g}"
+    rank, alpha = (f" ({', '.join(each)})" if each else "" for each in (lora.rank_pattern, lora.alpha_pattern))
+    factor = f"{lora.rank}{rank}, alpha {lora.alpha or 2 * lora.rank:g}{alpha}"
     factor += (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     plain = unadapted(engine.model)
     without = f"; {count_of(len(plain), 'packed tensor')} of experts without one" if plain else ""
     stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
-    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
+    return [f"adapters: rank {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
 
 
 def _vocabulary(config: Config, engine: Engine) -> list[str]:
