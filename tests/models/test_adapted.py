@@ -19,7 +19,8 @@ import zerocli
 from zerocli.config import LoraConfig, ModelConfig
 from zerocli.errors import UserError
 from zerocli.models import build
-from zerocli.models.lora import adapt, adapter_names, adapters_of, idle_note, linear_layers
+from zerocli.models.adapters import adapters_of
+from zerocli.models.lora import adapt, adapter_names, idle_note, linear_layers
 
 STEPS = 3
 LLAMA = {"family": "llama", "kv_heads": 1, "tie": False, "mlp_hidden": 40}

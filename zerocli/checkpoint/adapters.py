@@ -27,20 +27,18 @@ from zerocli.errors import UserError
 from zerocli.layout.codecs import GRAIN, is_encoded
 from zerocli.layout.shards import round_up
 from zerocli.models import build_model
+from zerocli.models.adapters import adapters_of, matrix_of, row_lengths
 from zerocli.models.hugging import Mapping
 from zerocli.models.lora import (
-    PACKED,
     adapter_names,
-    adapters_of,
-    matrix_of,
     module_there,
     name_there,
     names_there,
-    row_lengths,
     split_name,
     tied_names,
     trained_whole,
 )
+from zerocli.models.packed_adapters import tensor_of
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 PREFIX = "base_model.model."
@@ -204,8 +202,8 @@ def adapter_mappings(
     parts = {(layer, part) for layer, part, which in map(split_name, names) if which}
     if not parts:
         raise Damaged("it has no adapters, and its config says that it has")
-    packed = {f"{layer}.{part.partition(PACKED)[0]}" for layer, part in parts if PACKED in part}
-    adapted = {module_there(layer, part, theirs) for layer, part in parts if PACKED not in part}
+    packed = {f"{layer}.{tensor}" for layer, part in parts if (tensor := tensor_of(part))}
+    adapted = {module_there(layer, part, theirs) for layer, part in parts if not tensor_of(part)}
     every = {each for modules in theirs.values() for each in modules}
     every |= {mapping.ours.removesuffix(".weight") for mapping in kept or ()}
     tied: dict[str, list[str]] = manifest.values.get("tied") or {}

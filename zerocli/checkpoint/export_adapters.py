@@ -33,7 +33,8 @@ from zerocli.errors import UserError
 from zerocli.layout.codecs import CODECS
 from zerocli.models import build_model, hugging
 from zerocli.models.hugging import Mapping
-from zerocli.models.lora import PACKED, add_packed, is_transposed, module_there, name_there, names_there, split_name
+from zerocli.models.lora import module_there, name_there, names_there, split_name
+from zerocli.models.packed_adapters import add_packed, is_transposed, tensor_of
 from zerocli.regular_files import write_text
 
 CONV1D = ("gpt2", "openai-gpt", "imagegpt")
@@ -131,7 +132,7 @@ class Merged:
         packed: set[tuple[str, str]] = set()
         for name in names:
             layer, part, which = split_name(name)
-            if PACKED in part:
+            if tensor_of(part):
                 packed.add((layer, part))
             elif which:
                 module = module_there(layer, part, theirs)
@@ -154,7 +155,7 @@ class Merged:
             model = build_model(config.model, config.train.seq, "meta")
             by_name, _ = names_in_files(model, [], weights, config.model)
             for layer, part in packed:
-                ours, adapter = f"{layer}.{part.partition(PACKED)[0]}", f"{PARAMETERS}{layer}.lora.{part}"
+                ours, adapter = f"{layer}.{tensor_of(part)}", f"{PARAMETERS}{layer}.lora.{part}"
                 shape, turned = tuple(model.get_parameter(ours).shape), is_transposed(model.get_submodule(layer))
                 found = Packed(by_name[ours], shape, turned, adapter, factor_of(self._lora, ours))
                 self._packed |= dict.fromkeys(found.mapping.theirs, found)

@@ -21,7 +21,7 @@ from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.codecs import CODECS
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
-from zerocli.models.lora import unadapted
+from zerocli.models.packed_adapters import unadapted
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
