@@ -150,13 +150,7 @@ class Traced(Model):
         return once * setup.accumulate * setup.dp
 
 
-def trace(
-    name: str,
-    make: Any,
-    setup: Setup,
-    loss: Loss | None = None,
-    resizable: bool = True,
-) -> Traced:
+def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizable: bool = True) -> Traced:
     """Trace the model that `make()` builds on the meta device; UserError if it cannot run on tensors without values.
 
     `loss(model, setup)` runs it on a batch; by default `model(tokens, targets)` gives the loss.
