@@ -71,8 +71,8 @@ class Heartbeats:
         self, rank: int, ranks: Sequence[int], store: Any | None = None, interval: float = 1.0, host: str = ""
     ) -> None:
         self.rank, self.ranks, self._interval = rank, tuple(ranks), interval
-        self._cards = _job_store() if store is None else store
-        self._store = dist.PrefixStore("zerocli-beats", self._cards)
+        self._job = _job_store() if store is None else store
+        self._store = dist.PrefixStore("zerocli-beats", self._job)
         self._host = host or boards.host_name()
         self._board: boards.Board | None = None
         self._slot = 0
@@ -216,10 +216,10 @@ class Heartbeats:
         """Return on which nodes ranks are, in words, from what they have said of themselves at the start."""
 
         def ask() -> dict[int, str]:
-            keys = {rank: card_key(rank) for rank in ranks[:MOST_PLACES]}
-            there = {rank: key for rank, key in keys.items() if self._cards.check([key])}
-            cards = read_all(self._cards, list(there.values()))
-            return {rank: json.loads(card)["host"] for rank, card in zip(there, cards, strict=True)}
+            keys = {rank: info_key(rank) for rank in ranks[:MOST_PLACES]}
+            there = {rank: key for rank, key in keys.items() if self._job.check([key])}
+            infos = read_all(self._job, list(there.values()))
+            return {rank: json.loads(info)["host"] for rank, info in zip(there, infos, strict=True)}
 
         hosts = by_words(within(PATIENCE_SECONDS, lambda: self._reach(ask)) or {})
         return "".join(
@@ -227,8 +227,8 @@ class Heartbeats:
         )
 
 
-def card_key(rank: int) -> str:
-    """Return the key of a rank's card: see `nodes.py`."""
+def info_key(rank: int) -> str:
+    """Return the key of a rank's `RankInfo`."""
     return f"nodes/card/{rank}"
 
 
