@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError, user_error
 from zerocli.layout import constants
-from zerocli.layout.buffers import SlotKey, bucket_limit, chunk_runs, growing_slots, update_scratch, update_temporaries
+from zerocli.layout.buffers import (
+    SlotKey,
+    bucket_limit,
+    chunk_runs,
+    growing_slots,
+    update_scratch,
+    update_temporaries,
+)
 from zerocli.layout.categories import STATES, model_states
 from zerocli.layout.flats import FP32, FlatSpec
 from zerocli.layout.shards import check_shard_ranks, round_up

@@ -1,4 +1,4 @@
-"""The preflight of a run: its plan compared with the memory of this machine. Needs no torch."""
+"""The preflight of a run: its plan compared with the memory of this machine. Needs torch only to trace a model."""
 
 from __future__ import annotations
 
