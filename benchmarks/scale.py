@@ -182,7 +182,7 @@ def heartbeats(ranks: int) -> Iterator[Row]:
 
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=HOUR, wait_for_workers=False)
     store, counts = counted(server)
-    machine.allow_open_files(ranks + SPARE_FILES)  # each rank has its host's board open, here all in one process
+    machine.allow_open_files(ranks + SPARE_FILES)  # each rank has its host's slots open, here all in one process
     everyone, interval = range(ranks), interval_of(LIMIT, ranks)
     beats = [Heartbeats(rank, everyone, store, interval, host=f"host-{rank // PER_NODE}") for rank in everyone]
 
