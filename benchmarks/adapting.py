@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from zerocli import config as configs  # noqa: E402
 from zerocli.config.options import AUTOMATIC, RunOptions  # noqa: E402
 from zerocli.engine.events import Events  # noqa: E402
-from zerocli.plan.blocks.inputs import run_shape  # noqa: E402
-from zerocli.plan.models.formula import Formula  # noqa: E402
+from zerocli.plan.models.resolve import run_model  # noqa: E402
 from zerocli.plan.search import automatic  # noqa: E402
 from zerocli.plan.setup import setup_of  # noqa: E402
 from zerocli.plan.time.hardware import Hardware  # noqa: E402
@@ -87,7 +86,7 @@ def fresh_choice(sets: list[str], measured: dict[str, Any]) -> list[str]:
     config = configs.load("tiny", sets)
     setup = setup_of(config, device="cpu", precision="fp32", ranks=RANKS, ranks_per_node=RANKS)
     setup = dataclasses.replace(setup, checkpoints=0)
-    best = automatic.choose_setup(Formula(run_shape(config)), setup, Hardware(**measured), FREE).best
+    best = automatic.choose_setup(run_model(config, setup), setup, Hardware(**measured), FREE).best
     assert best is not None
     chosen = best.setup
     keys = {

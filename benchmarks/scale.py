@@ -182,7 +182,7 @@ def heartbeats(ranks: int) -> Iterator[Row]:
 
     server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=HOUR, wait_for_workers=False)
     store, counts = counted(server)
-    machine.allow_open_files(ranks + SPARE_FILES)  # each rank has its host's board open, here all in one process
+    machine.allow_open_files(ranks + SPARE_FILES)  # each rank has its host's slots open, here all in one process
     everyone, interval = range(ranks), interval_of(LIMIT, ranks)
     beats = [Heartbeats(rank, everyone, store, interval, host=f"host-{rank // PER_NODE}") for rank in everyone]
 
@@ -227,7 +227,7 @@ def comparison(ranks: int) -> Iterator[Row]:
 
     from zerocli import config as configs
     from zerocli.config.options import RunOptions
-    from zerocli.run.processes.nodes import Card, Nodes, Verdict, compared, judge, versions
+    from zerocli.run.processes.nodes import Findings, Nodes, RankInfo, compared, judge, versions
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
     config, options = configs.load("llama3-8b"), RunOptions("/run")
@@ -236,11 +236,13 @@ def comparison(ranks: int) -> Iterator[Row]:
     for rank in range(ranks):
         node, local = divmod(rank, PER_NODE)
         own = {} if local else versions()
-        card = Card(f"node-{node:05d}", local, PER_NODE, now, values, own, "NVIDIA H100 80GB HBM3 (79.2 GiB)", 2 << 40)
-        sent.append(json.dumps(dataclasses.asdict(nodes._with_config_in_store(card))).encode())
+        info = RankInfo(
+            f"node-{node:05d}", local, PER_NODE, now, values, own, "NVIDIA H100 80GB HBM3 (79.2 GiB)", 2 << 40
+        )
+        sent.append(json.dumps(dataclasses.asdict(nodes._with_config_in_store(info))).encode())
     with computed() as seconds:
-        cards = nodes._with_configs([Card.read(text) for text in sent])
-        assert judge(cards, config, options, (now, now)) == Verdict()
+        infos = nodes._with_configs([RankInfo.read(text) for text in sent])
+        assert judge(infos, config, options, (now, now)) == Findings()
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     yield Row("start: comparison of nodes", ranks, seconds(), "rank 0", 1, sum(map(len, sent)), "rank 0 reads")
 

@@ -42,6 +42,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str, list[str]]] = {
     "qwen3": ("qwen3", {}, "ours", ["lora.save_modules=norm"]),
     "gemma2": ("gemma2", {}, "transformers", ["lora.dora=true"]),
     "experts": ("mixtral", {}, "transformers", ["lora.targets=q_proj,experts"]),
+    "experts of several ranks": (
+        "mixtral",
+        {},
+        "transformers",
+        [
+            "lora.targets=q_proj,experts",
+            "lora.rank_pattern=experts.down_proj=2,q_proj=3",
+            "lora.alpha_pattern=experts.*=7",
+        ],
+    ),
+    "several ranks": ("llama", {}, "ours", ["lora.rank_pattern=v_proj=2,down_proj=5", "lora.alpha_pattern=k_proj=0.5"]),
     "experts in part": ("mixtral", {}, "transformers", [r"lora.targets=.*\.1\..*experts\.down_proj"]),
 }
 
@@ -112,6 +123,7 @@ def test_peft_loads_what_is_exported_and_merged_weights_give_the_same(name, fold
         warnings.simplefilter("error")  # peft warns of names that it does not find
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*(fan_in_fan_out|tie|tied).*")
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not match")  # it forgets target_parameters
         loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "out")).eval()
     assert close(of(loaded), after)
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "whole"), "--merge"]) == 0
@@ -125,6 +137,7 @@ def test_peft_loads_what_is_exported_and_merged_weights_give_the_same(name, fold
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PATTERNS = {"rank_pattern": {"v_proj": 5, "layers.1.mlp.up_proj": 1}, "alpha_pattern": {"k_proj": 2, "o_proj": 0.5}}
 PEFTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora": ("llama", "ours", {"target_modules": "all-linear"}),
     "expression": ("llama", "ours", {"target_modules": r".*layers\.1\..*(q_proj|up_proj)", "use_rslora": True}),
@@ -136,6 +149,18 @@ PEFTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("phi3", "transformers", {"target_modules": "all-linear", "use_dora": True}),
     "gemma2": ("gemma2", "transformers", {"target_modules": "all-linear"}),
     "experts": ("mixtral", "transformers", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts of several ranks": (
+        "mixtral",
+        "transformers",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": EXPERTS,
+            "rank_pattern": {"experts.down_proj": 2, r"layers\.1\..*gate_up_proj": 5, "q_proj": 4},
+            "alpha_pattern": {r"^model\.layers\.0\.mlp\.experts\..*": 9},
+        },
+    ),
+    "several ranks": ("llama", "ours", {"target_modules": "all-linear", **PATTERNS}),
+    "several ranks and dora": ("llama", "transformers", {"target_modules": "all-linear", "use_dora": True, **PATTERNS}),
     "experts alone": ("mixtral", "transformers", {"target_modules": [], "target_parameters": EXPERTS[:1]}),
 }
 

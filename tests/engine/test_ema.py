@@ -160,3 +160,18 @@ def test_an_average_follows_its_parameters_into_another_layout():
     assert numel < 7 * 997
     for name, value in after.items():
         assert torch.equal(value, fresh[name] if name == "large" else before[name]), name
+
+
+def _averaged_unequally() -> str:
+    engine = zerocli.shard(model_of(), stage=1)
+    ema = zerocli.EMA(engine)
+    for _ in range(1 + engine.collectives.rank):
+        ema.update()
+    with pytest.raises(RuntimeError) as refused, ema.applied():
+        pass
+    return str(refused.value)
+
+
+def test_ranks_apply_an_average_of_equally_many_updates():
+    for said in run_ranks(2, _averaged_unequally):
+        assert "ema.applied(1 updates)" in said and "ema.applied(2 updates)" in said

@@ -19,7 +19,8 @@ import zerocli
 from zerocli.config import LoraConfig, ModelConfig
 from zerocli.errors import UserError
 from zerocli.models import build
-from zerocli.models.lora import adapt, adapter_names, adapters_of, idle_note, linear_layers
+from zerocli.models.adapters import adapters_of
+from zerocli.models.lora import adapt, adapter_names, idle_note, linear_layers
 
 STEPS = 3
 LLAMA = {"family": "llama", "kv_heads": 1, "tie": False, "mlp_hidden": 40}
@@ -248,6 +249,10 @@ def test_an_adapter_whose_layer_is_never_called_is_told_of():
         ({"targets": "secnd"}, "no linear layer is called secnd; there are first, second, head"),
         ({"targets": ["first", "q_proj"]}, "no linear layer is called q_proj"),
         ({"targets": "fi[rst"}, "'fi[rst' is not a regular expression"),
+        ({"rank_pattern": {"secnd": 2}}, "rank_pattern: secnd=2 fits no layer with adapters; there are first, second"),
+        ({"alpha_pattern": {"first": 0}}, '"first=0" is not NAME=ALPHA'),
+        ({"rank_pattern": {"fi[rst": 2}}, '"fi[rst" is not a regular expression'),
+        ({"rank_pattern": {"first": 17}}, "rank 17 is above the smaller side of first, 24 x 16"),
         ({"rank": 17}, "rank 17 is above the smaller side of first, 24 x 16"),
         ({"save_modules": ["embd"]}, "there is no module embd; there are embed, first, second, head"),
     ],

@@ -118,12 +118,15 @@ def test_what_rounding_a_whole_master_allocates_is_known():
 
 
 def test_a_bucket_that_is_free_is_used_again_before_another_is_made():
-    """A pass with one bucket makes one, however many passes there are: the plan counts those of a pass."""
+    """A pass with one bucket makes one, however many passes there are: the plan counts those of a pass. One that is
+    busy is used again once its reduction is complete."""
     pool = Pool(2, torch.device("cpu"), Waits(torch.device("cpu")))
     first = pool.take(8, torch.float32)
     assert pool.take(8, torch.float32) is first  # its use never began
-    first.busy = Completion(lambda: None)
-    assert pool.take(8, torch.float32) is not first and len(pool.all()) == 2
+    ended: list[str] = []
+    first.busy = Completion(lambda: ended.append("the first reduction"))
+    assert pool.take(8, torch.float32) is not first and len(pool.all()) == 2 and not ended
+    assert pool.take(8, torch.float32) is first and ended
     pool.clear()
     pool.take(8, torch.float32)
     assert len(pool.all()) == 2

@@ -17,6 +17,7 @@ from zerocli.cli import main as cli
 from zerocli.config import LoraConfig, ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
+from zerocli.layout.recompute import NOTHING
 from zerocli.models import build
 from zerocli.models import lora as lora_of_models
 from zerocli.plan.blocks.families import read_shape
@@ -29,8 +30,10 @@ from zerocli.plan.memory.decoder import Batch, Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.traced import trace
+from zerocli.plan.report.preflight import plan_config, preflight
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
+from zerocli.profile.document import predict
 
 SMALL = ModelConfig(layers=4, hidden=32, heads=4, vocab=150)
 
@@ -215,6 +218,19 @@ def test_fit_counts_states_of_adapters_alone(capsys):
     few = ("--set", "model.layers=4", "--hardware", "rtx4090")
     code, most = ask(capsys, "llama3-8b", "--lora", "16:q,v", "--ranks", "1", "--max", "batch", *few)
     assert code == 0 and most["max"]["value"] > 1
+
+
+def test_every_plan_of_a_run_counts_what_dora_computes_beside(adds_in_new_memory):
+    """`train` compares it with the machine, `check` runs it unsharded, `profile` shows it beside what was measured."""
+    text = "lora.dora=true lora.rank_pattern=down_proj=16"
+    sizes = ("family=llama", "layers=4", "hidden=32", "heads=4", "vocab=150")
+    words = [f"model.{size}" for size in sizes] + [*text.split(), "lora.rank=4", "train.batch=4", "train.seq=24"]
+    config = configs.load("tiny", [*words, "parallel.ranks=1", "zero.stage=3", "train.precision=fp32"])
+    facts = {"ranks": 1, "ranks_per_node": 1, "precision": "fp32", "device": "cpu", "recompute": NOTHING}
+    found = (preflight(config, ()).plan, plan_config(config, "cpu"), predict(config, facts)[0])
+    peak, _ = measured({"family": "llama"}, {"stage": 3, "precision": "fp32"}, f"4 {text}", 4, 24)
+    for plan in found:
+        assert plan is not None and peak <= plan.allocated <= peak * 1.01
 
 
 @pytest.mark.long

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from zerocli.ranks.words import named
-from zerocli.run.processes.board import Board
 from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, found_text, lost_ranks, read_found
+from zerocli.run.processes.shared_slots import SharedSlots
 from zerocli.run.processes.watchdog import RANKS_PER_SECOND, interval_of
 
 
@@ -184,29 +184,29 @@ def test_what_one_rank_found_is_short_and_the_same_for_all():
 def test_a_slot_that_is_being_written_costs_only_its_own_rank():
     beats = beats_of(2, dist.HashStore())
     say_all(beats, 1.0)
-    board = beats[0]._board
-    assert board is not None
-    board.write(1, '[1, {"time": ')
-    assert beats[0]._read_board().keys() == {0}
+    slots = beats[0]._slots
+    assert slots is not None
+    slots.write(1, '[1, {"time": ')
+    assert beats[0]._read_beats().keys() == {0}
 
 
-def on_one_board() -> tuple[int, int, list[int]]:
-    """Return the number of hosts that the store knows, this rank's slot, and whose heartbeats are on its board."""
+def on_one_host() -> tuple[int, int, list[int]]:
+    """Return the number of hosts that the store knows, this rank's slot, and whose heartbeats are in its slots."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     beats = Heartbeats(rank, range(dist.get_world_size()), store)
     beats.say(beat(1.0))
     dist.barrier()
-    here = sorted(beats._read_board())
+    here = sorted(beats._read_beats())
     dist.barrier()
     return store.add("zerocli-beats/hosts", 0), beats._slot, here
 
 
-def test_processes_of_one_host_share_a_board():
-    found = run_ranks(3, on_one_board)
+def test_processes_of_one_host_share_their_slots():
+    found = run_ranks(3, on_one_host)
     assert {hosts for hosts, _, _ in found} == {1} and {slot for _, slot, _ in found} == {0, 1, 2}
     assert [here for _, _, here in found] == [[0, 1, 2]] * 3
 
 
-@pytest.mark.parametrize("where", ["", "1 2", "0 0 zerocli-board-x", "99999999 3 zerocli-board-x"])
-def test_a_board_that_cannot_be_reached_is_not_opened(where):
-    assert Board.open(where) is None
+@pytest.mark.parametrize("where", ["", "1 2", "0 0 zerocli-slots-x", "99999999 3 zerocli-slots-x"])
+def test_slots_that_cannot_be_reached_are_not_opened(where):
+    assert SharedSlots.open(where) is None

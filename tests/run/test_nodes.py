@@ -18,7 +18,7 @@ from zerocli import machine
 from zerocli.config.options import RunOptions
 from zerocli.errors import DOES_NOT_FIT, USAGE, UserError
 from zerocli.run.processes import launch, nodes
-from zerocli.run.processes.nodes import Card, Verdict, judge
+from zerocli.run.processes.nodes import Findings, RankInfo, judge
 
 GIB = 2**30
 
@@ -121,24 +121,24 @@ def test_a_folder_of_a_run_that_does_not_save_need_not_be_shared(tmp_path):
 # -- what rank 0 finds -------------------------------------------------------------------------------------------------
 
 
-def cards(hosts: str, each: int, **changes: dict[str, object]) -> list[Card]:
+def infos(hosts: str, each: int, **changes: dict[str, object]) -> list[RankInfo]:
     """Ranks on hosts of one letter, `each` on one; `changes` are the fields of those of a host that differ."""
     known = {"clock": 50.0, "versions": {"zerocli": "1", "torch": "2"}, "gpu": "H200", "memory": 100 * GIB}
     known |= {"local_world": each}
-    return [Card(host, local, **(known | changes.get(host, {}))) for host in hosts for local in range(each)]
+    return [RankInfo(host, local, **(known | changes.get(host, {}))) for host in hosts for local in range(each)]
 
 
-def found(these: list[Card], auto: frozenset[str] = frozenset(), **parallel: int) -> Verdict:
+def found(these: list[RankInfo], auto: frozenset[str] = frozenset(), **parallel: int) -> Findings:
     config = configs.load("tiny")
     config = replace(config, parallel=replace(config.parallel, **parallel))
     return judge(these, config, RunOptions("/run", auto=auto), (40.0, 60.0))
 
 
 def test_equal_nodes_have_nothing_to_tell():
-    assert found(cards("abcd", 8)) == Verdict()
-    assert found(cards("abcd", 8), tp=4, shard_ranks=2) == Verdict()
-    assert found(cards("a", 1)) == Verdict()
-    assert found(cards("aa", 2)) == Verdict()  # two agents of torchrun on one machine
+    assert found(infos("abcd", 8)) == Findings()
+    assert found(infos("abcd", 8), tp=4, shard_ranks=2) == Findings()
+    assert found(infos("a", 1)) == Findings()
+    assert found(infos("aa", 2)) == Findings()  # two agents of torchrun on one machine
 
 
 TWO = {"local_world": 2}
@@ -147,20 +147,20 @@ TWO = {"local_world": 2}
 @pytest.mark.parametrize(
     ("these", "parallel", "fact", "hint"),
     [
-        (cards("ab", 4), {"tp": 8}, "--tp 8 would split layers between nodes a and b (ranks 0 to 7)", "--tp 4"),
-        (cards("ab", 6), {"tp": 4}, "--tp 4 would split layers between nodes a and b (ranks 4 to 7)", "--tp 3"),
-        (cards("ab", 6), {"shard_ranks": 4}, "node a: shard_ranks 4 does not divide the 6 data-parallel ranks of a"
+        (infos("ab", 4), {"tp": 8}, "--tp 8 would split layers between nodes a and b (ranks 0 to 7)", "--tp 4"),
+        (infos("ab", 6), {"tp": 4}, "--tp 4 would split layers between nodes a and b (ranks 4 to 7)", "--tp 3"),
+        (infos("ab", 6), {"shard_ranks": 4}, "node a: shard_ranks 4 does not divide the 6 data-parallel ranks of a"
          " node: 1, 2, 3 or 6 does", "--shard-ranks 3"),
-        (cards("ab", 6), {"shard_ranks": 5}, "node a: shard_ranks 5 does not divide the 12 data-parallel ranks",
+        (infos("ab", 6), {"shard_ranks": 5}, "node a: shard_ranks 5 does not divide the 12 data-parallel ranks",
          "--shard-ranks 4"),
-        (cards("abab", 1, a=TWO, b=TWO), {"shard_ranks": 2},
+        (infos("abab", 1, a=TWO, b=TWO), {"shard_ranks": 2},
          "--shard-ranks 2 would partition between nodes a and b (ranks 0 to 1)", "ranks of a node as neighbours"),
-        (cards("ab", 1, a=TWO, b=TWO), {}, "node a has 1 rank and LOCAL_WORLD_SIZE=2 there", "torchrun, which sets"),
-        (cards("abcdefg", 1, a={"versions": {"torch": "3"}}), {},
+        (infos("ab", 1, a=TWO, b=TWO), {}, "node a has 1 rank and LOCAL_WORLD_SIZE=2 there", "torchrun, which sets"),
+        (infos("abcdefg", 1, a={"versions": {"torch": "3"}}), {},
          "different versions of torch: 3 on node a; 2 on nodes b, c, d and 3 more", "one environment"),
-        (cards("ab", 1, b={"folder": "Permission denied"}), {}, "the run folder /run is not shared: node b cannot see "
+        (infos("ab", 1, b={"folder": "Permission denied"}), {}, "the run folder /run is not shared: node b cannot see "
          "the file that rank 0 wrote there on node a (Permission denied)", "--run-dir"),
-        (cards("ab", 1, a={"config": {"k": 1}}, b={"config": {"k": 2}}), {},
+        (infos("ab", 1, a={"config": {"k": 1}}, b={"config": {"k": 2}}), {},
          "k differs between ranks: 1 on node a; 2 on node b", "the same command"),
     ],
 )  # fmt: skip
@@ -170,16 +170,16 @@ def test_rank_0_names_what_is_wrong_and_where(these, parallel, fact, hint):
 
 
 def test_nothing_is_chosen_for_nodes_with_different_numbers_of_ranks():
-    these = [*cards("a", 4), *cards("b", 2)]
+    these = [*infos("a", 4), *infos("b", 2)]
     assert found(these).notes == ["nodes have different numbers of ranks: 4 on node a; 2 on node b"]
     ((said, _),) = found(these, auto=frozenset({"zero.stage"})).problems
     assert "different numbers of ranks (4 on node a; 2 on node b)" in said
 
 
 def test_a_node_that_is_too_small_is_named_with_its_own_message():
-    these = cards("ab", 2, b={"refused": ("does not fit this machine", "--stage 3", DOES_NOT_FIT)})
-    verdict = found(these)
-    assert verdict.problems[0] == ("node b: does not fit this machine", "--stage 3") and verdict.code == DOES_NOT_FIT
+    these = infos("ab", 2, b={"refused": ("does not fit this machine", "--stage 3", DOES_NOT_FIT)})
+    findings = found(these)
+    assert findings.problems[0] == ("node b: does not fit this machine", "--stage 3") and findings.code == DOES_NOT_FIT
 
 
 def test_a_refusal_of_one_node_of_several_is_left_to_rank_0(tmp_path, monkeypatch):
@@ -198,9 +198,9 @@ def test_a_refusal_of_one_node_of_several_is_left_to_rank_0(tmp_path, monkeypatc
 
 
 def test_all_that_is_wrong_is_told_at_once():
-    these = cards("ab", 2, b={"versions": {"zerocli": "2", "torch": "2"}, "folder": "No such file or directory"})
-    verdict = found(these, tp=4)
-    assert len(verdict.problems) == 3 and verdict.code == USAGE
+    these = infos("ab", 2, b={"versions": {"zerocli": "2", "torch": "2"}, "folder": "No such file or directory"})
+    findings = found(these, tp=4)
+    assert len(findings.problems) == 3 and findings.code == USAGE
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,14 @@ def test_all_that_is_wrong_is_told_at_once():
     ],
 )
 def test_what_is_only_slow_is_a_note(changes, note):
-    verdict = found(cards("ab", 2, b=changes))
-    assert not verdict.problems and (note in " ".join(verdict.notes) if note else not verdict.notes)
-    assert len(verdict.notes) == bool(note)
+    findings = found(infos("ab", 2, b=changes))
+    assert not findings.problems and (note in " ".join(findings.notes) if note else not findings.notes)
+    assert len(findings.notes) == bool(note)
 
 
-def test_a_card_of_another_version_is_read():
+def test_the_info_of_another_version_is_read():
     text = b'{"host": "a", "local_rank": 0, "local_world": 1, "clock": 1.0, "later": 2}'
-    assert Card.read(text) == Card("a", 0, 1, 1.0)
+    assert RankInfo.read(text) == RankInfo("a", 0, 1, 1.0)
 
 
 @pytest.mark.parametrize("package", ["zerocli", "offload", "tiers"])
@@ -240,9 +240,9 @@ def test_what_rank_0_reads_of_a_rank_is_short_and_equal_configs_are_read_once(mo
     config, store = configs.load("tiny"), dist.HashStore()
     comparison = nodes.Nodes(store, config, RunOptions("/run"), shared=True)
     alike, other = nodes.compared(config, RunOptions("/run")), {"optimizer.lr": 0.5}
-    made = [replace(card, config=dict(other if card.host == "b" else alike)) for card in cards("abc", 8)]
-    sent = [json.dumps(asdict(comparison._with_config_in_store(card))) for card in made]
+    made = [replace(info, config=dict(other if info.host == "b" else alike)) for info in infos("abc", 8)]
+    sent = [json.dumps(asdict(comparison._with_config_in_store(info))) for info in made]
     assert max(map(len, sent)) < 400 < len(json.dumps(alike)) and store.num_keys() == 2
-    read = comparison._with_configs([Card.read(text.encode()) for text in sent])
-    assert [json.dumps(card.config) for card in read] == [json.dumps(card.config) for card in made]
-    assert len({id(card.config) for card in read}) == 2
+    read = comparison._with_configs([RankInfo.read(text.encode()) for text in sent])
+    assert [json.dumps(info.config) for info in read] == [json.dumps(info.config) for info in made]
+    assert len({id(info.config) for info in read}) == 2

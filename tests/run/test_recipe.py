@@ -7,9 +7,10 @@ import json
 import pytest
 
 from zerocli import config as configs
+from zerocli.checkpoint.safetensors import Entry, Writer
 from zerocli.cli import main as cli
 from zerocli.config.schema import TrainConfig
-from zerocli.run import recipe
+from zerocli.run import engines, recipe
 from zerocli.run.schedule import make_schedule, with_whole_steps
 
 NUMEL = 7_000_000_000
@@ -152,8 +153,34 @@ def test_files_that_the_index_names_are_needed(folder, capsys):
     assert "not there: model-2.safetensors" in capsys.readouterr().err
 
 
+def write_weights(folder, *sets):
+    """Write weights of the folder's model with these sizes, under our names; return their names."""
+    state = engines.make_model(configs.load(str(folder), sets), "cpu").state_dict()
+    writer = Writer(folder / "model.safetensors", [Entry(n, t.dtype, tuple(t.shape)) for n, t in state.items()])
+    for name, values in state.items():
+        writer.write(name, 0, values.reshape(-1))
+    writer.finish()
+    writer.close()
+    return list(state)
+
+
+def test_a_dry_run_refuses_the_weights_that_train_would(folder, capsys):
+    words = ["train", "model", "--data", "data.jsonl", "--set", "data.tokenizer=bytes", "--lora", "2", "--dry-run"]
+    assert cli.run(words) == 2 and "the bytes of w do not fit" in capsys.readouterr().err
+    names = write_weights(folder)
+    assert cli.run(words) == 0 and "weights from" in capsys.readouterr().err
+    assert cli.run([*words, "--set", "model.mlp_hidden=96"]) == 2
+    assert "has shape [32, 64], not [32, 96]" in capsys.readouterr().err
+    assert cli.run([*words, "--set", "model.layers=2"]) == 2
+    assert "has no tensor model.layers.1" in capsys.readouterr().err
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors") | {"more": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert cli.run(words) == 2 and "more is in model.safetensors, and it is not" in capsys.readouterr().err
+
+
 def test_a_dry_run_and_fit_have_the_shape_of_train(folder, tmp_path, capsys):
     """The settings are a table with reasons, and a dry run leaves no tokens beside the data."""
+    write_weights(folder)
     before = sorted(path.name for path in tmp_path.iterdir())
     words = ["--data", "data.jsonl", "--set", "data.tokenizer=bytes", "--lr", "1e-4", "--ranks", "2", "--json"]
     assert cli.run(["train", "model", *words, "--dry-run"]) == 0

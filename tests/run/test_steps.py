@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from zerocli import config as configs
 from zerocli.garbage import long_lived
 from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile.lines import History
+from zerocli.run import steps
 from zerocli.run.output import report
 
 
@@ -34,6 +36,18 @@ def test_the_collector_passes_over_what_was_there_and_comes_back_to_it():
         assert before() is not None and within() is None
     gc.collect()
     assert before() is None and gc.get_freeze_count() == 0
+
+
+def test_each_micro_step_of_each_rank_draws_its_own_random_numbers(monkeypatch):
+    keys = []
+    monkeypatch.setattr(steps, "micro_step", lambda engine, batch, key, weight: keys.append(key) or torch.zeros(()))
+    config, data = configs.load("tiny"), SimpleNamespace(weight=lambda *where: 1.0)
+    for rank in range(2):
+        engine = SimpleNamespace(collectives=SimpleNamespace(rank=rank, world=2), device="cpu")
+        loop = SimpleNamespace(_run=SimpleNamespace(engine=engine, config=config, batches=data))
+        for step in range(1, 3):
+            steps.Loop._micro_steps(loop, step, [(), ()])
+    assert len(set(keys)) == len(keys) == 8
 
 
 @pytest.mark.parametrize("num_steps", [1, 9, 10, 11, 1000])

@@ -18,7 +18,7 @@ from zerocli.checkpoint.manifest import Damaged, Manifest
 from zerocli.checkpoint.safetensors import Weights
 from zerocli.checkpoint.state import spread
 from zerocli.config import Config, ModelConfig
-from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, table_of
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Base
 from zerocli.engine.units.codecs import decode, encode
@@ -27,20 +27,18 @@ from zerocli.errors import UserError
 from zerocli.layout.codecs import GRAIN, is_encoded
 from zerocli.layout.shards import round_up
 from zerocli.models import build_model
+from zerocli.models.adapters import adapters_of, matrix_of, row_lengths
 from zerocli.models.hugging import Mapping
 from zerocli.models.lora import (
-    PACKED,
     adapter_names,
-    adapters_of,
-    matrix_of,
     module_there,
     name_there,
     names_there,
-    row_lengths,
     split_name,
     tied_names,
     trained_whole,
 )
+from zerocli.models.packed_adapters import tensor_of
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
 PREFIX = "base_model.model."
@@ -166,7 +164,9 @@ def peft_config(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": config.train.init_from or None,
         "r": lora.rank,
+        "rank_pattern": table_of(lora.rank_pattern),
         "lora_alpha": lora.alpha or 2 * lora.rank,
+        "alpha_pattern": table_of(lora.alpha_pattern),
         "lora_dropout": lora.dropout,
         "target_modules": sorted(adapted) if others is None else shortest_names(adapted, others),
         "target_parameters": (sorted(packed) if parameters is None else shortest_names(packed, parameters - packed))
@@ -202,8 +202,8 @@ def adapter_mappings(
     parts = {(layer, part) for layer, part, which in map(split_name, names) if which}
     if not parts:
         raise Damaged("it has no adapters, and its config says that it has")
-    packed = {f"{layer}.{part.partition(PACKED)[0]}" for layer, part in parts if PACKED in part}
-    adapted = {module_there(layer, part, theirs) for layer, part in parts if PACKED not in part}
+    packed = {f"{layer}.{tensor}" for layer, part in parts if (tensor := tensor_of(part))}
+    adapted = {module_there(layer, part, theirs) for layer, part in parts if not tensor_of(part)}
     every = {each for modules in theirs.values() for each in modules}
     every |= {mapping.ours.removesuffix(".weight") for mapping in kept or ()}
     tied: dict[str, list[str]] = manifest.values.get("tied") or {}

@@ -27,13 +27,14 @@ from zerocli.checkpoint.manifest import Manifest
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.safetensors import Entry, Weights
 from zerocli.config import Config, hub
-from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, scale
+from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, factor_of
 from zerocli.engine.precision import PRECISIONS
 from zerocli.errors import UserError
 from zerocli.layout.codecs import CODECS
 from zerocli.models import build_model, hugging
 from zerocli.models.hugging import Mapping
-from zerocli.models.lora import PACKED, add_packed, is_transposed, module_there, name_there, names_there, split_name
+from zerocli.models.lora import module_there, name_there, names_there, split_name
+from zerocli.models.packed_adapters import add_packed, is_transposed, tensor_of
 from zerocli.regular_files import write_text
 
 CONV1D = ("gpt2", "openai-gpt", "imagegpt")
@@ -113,6 +114,8 @@ class Packed:
     shape: tuple[int, ...]
     transposed: bool
     adapter: str
+    factor: float
+    """What the adapters' product is multiplied by."""
 
 
 class Merged:
@@ -120,20 +123,21 @@ class Merged:
 
     def __init__(self, reader: Reader, config: Config, source: Path, weights: Weights) -> None:
         self._reader, self._lora, self._weights = reader, config.lora, weights
-        self._factor = scale(self._lora.rank, self._lora.alpha, self._lora.rslora)
         names = [name.removeprefix(PARAMETERS) for name in reader.manifest.tensors if name.startswith(PARAMETERS)]
         theirs, files = names_there(config.model), file_names(config, source, weights)
-        self._changed: dict[str, str] = {}
-        """Name of a tensor in the files -> what its adapter's parameters begin with in the checkpoint."""
+        self._changed: dict[str, tuple[str, float]] = {}
+        """Name of a tensor in the files -> what its adapter's parameters begin with in the checkpoint, and the factor
+        of what the adapter adds."""
         self._replaced: dict[str, str] = {}
         packed: set[tuple[str, str]] = set()
         for name in names:
             layer, part, which = split_name(name)
-            if PACKED in part:
+            if tensor_of(part):
                 packed.add((layer, part))
             elif which:
-                there = files(f"{module_there(layer, part, theirs)}.weight", name)
-                self._changed[there] = f"{PARAMETERS}{layer}.lora.{part}"
+                module = module_there(layer, part, theirs)
+                known = f"{PARAMETERS}{layer}.lora.{part}", factor_of(self._lora, module)
+                self._changed[files(f"{module}.weight", name)] = known
             else:
                 self._replaced[files(name_there(name, theirs), name)] = PARAMETERS + name
                 for other in (reader.manifest.values.get("tied") or {}).get(name, ()):
@@ -151,9 +155,9 @@ class Merged:
             model = build_model(config.model, config.train.seq, "meta")
             by_name, _ = names_in_files(model, [], weights, config.model)
             for layer, part in packed:
-                ours, module = f"{layer}.{part.partition(PACKED)[0]}", model.get_submodule(layer)
-                shape = tuple(model.get_parameter(ours).shape)
-                found = Packed(by_name[ours], shape, is_transposed(module), f"{PARAMETERS}{layer}.lora.{part}")
+                ours, adapter = f"{layer}.{tensor_of(part)}", f"{PARAMETERS}{layer}.lora.{part}"
+                shape, turned = tuple(model.get_parameter(ours).shape), is_transposed(model.get_submodule(layer))
+                found = Packed(by_name[ours], shape, turned, adapter, factor_of(self._lora, ours))
                 self._packed |= dict.fromkeys(found.mapping.theirs, found)
 
     def values(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
@@ -162,7 +166,7 @@ class Merged:
         if name in self._replaced:
             yield 0, self._reader.tensor(self._replaced[name]).reshape(-1)
         elif name in self._changed:
-            yield 0, self._merged(self._whole(name).float(), self._changed[name]).reshape(-1)
+            yield 0, self._merged(self._whole(name).float(), *self._changed[name]).reshape(-1)
         elif name in self._packed:
             packed = self._packed[name]
             yield 0, part_of(self._merged_packed(packed), packed.mapping, self._weights, name).reshape(-1)
@@ -186,15 +190,15 @@ class Merged:
             encoded = stored is not None and stored.holds(mapping.theirs[0])
             whole = stored.whole(mapping) if stored is not None and encoded else read_whole(mapping, self._weights)
             a, b = (self._reader.tensor(f"{packed.adapter}.{each}").float() for each in "ab")
-            made = add_packed(whole.float().view(packed.shape), a, b, self._factor, packed.transposed)
+            made = add_packed(whole.float().view(packed.shape), a, b, packed.factor, packed.transposed)
             self._last = packed, made.reshape(-1)
         return self._last[1]
 
-    def _merged(self, matrix: torch.Tensor, adapter: str) -> torch.Tensor:
+    def _merged(self, matrix: torch.Tensor, adapter: str, factor: float) -> torch.Tensor:
         """Return a matrix of the files with an adapter added, in fp32."""
         matrix = matrix.t() if self._transposed else matrix
         a, b = (self._reader.tensor(f"{adapter}.{each}").float() for each in "ab")
-        made = matrix + self._factor * (b @ a)
+        made = matrix + factor * (b @ a)
         if self._lora.dora:
             length = self._reader.tensor(f"{adapter}.magnitude").float()
             made = made * (length / made.norm(dim=1))[:, None]

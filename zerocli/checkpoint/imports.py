@@ -47,16 +47,27 @@ def load_weights(engine: Engine, path: str, model: ModelConfig) -> str:
             values = weights.read(by_name[name].theirs[0], 0, buffer.numel())
             buffer.copy_(values.view(buffer.shape))
     spread(engine)
-    decoded = f", decoded from {weights.method}" if weights.method else ""
-    return names + decoded + _unused(weights, {name for mapping in by_name.values() for name in mapping.theirs})
+    return _said(names, by_name, weights)
+
+
+def check_weights(module: nn.Module, path: str, model: ModelConfig) -> str:
+    """Return what `load_weights` would, for a model on meta; UserError where it would refuse the files' headers."""
+    weights, adapters = Weights(path), adapter_names(module)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in adapters}
+    by_name, names = names_in_files(module, list(shapes), weights, model, compared=False)
+    _refuse_others(shapes, by_name, weights, _hint(path, model))
+    return _said(names, by_name, weights)
 
 
 def names_in_files(
-    module: nn.Module, wanted: list[str], weights: Weights, model: ModelConfig
+    module: nn.Module, wanted: list[str], weights: Weights, model: ModelConfig, compared: bool = True
 ) -> tuple[dict[str, Mapping], str]:
-    """Return the tensors in the files of each of these parameters of a module, and whose names they have."""
+    """Return the tensors in the files of each of these parameters of a module, and whose names they have.
+
+    Unless `compared`, two tensors of one parameter are taken to have the same values.
+    """
     if model.code == "transformers":
-        return _names_of_transformers(module, weights, str(weights.path), model)
+        return _names_of_transformers(module, weights, str(weights.path), model, compared)
     return _names_of_ours(wanted, weights, str(weights.path), model)
 
 
@@ -68,13 +79,10 @@ def names_of(engine: Engine) -> list[str]:
 @torch.no_grad()
 def fill(engine: Engine, weights: Weights, by_name: dict[str, Mapping], hint: str) -> None:
     """Fill some of the engine's parameters, by name, from the tensors of files; `spread` must follow."""
-    path, flats = weights.path, list(engine.flats())
+    flats = list(engine.flats())
     entries = [entry for flat in flats for entry in flat.layout.entries if entry.name in by_name]
     shapes = {entry.name: extent_of(engine, entry.name, entry.shape) for entry in entries}
-    problems = [line for name, extent in shapes.items() if (line := _mismatch(by_name[name], extent.shape, weights))]
-    if problems:
-        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError(*[f"{path}: {line}" for line in problems[:8]], *more, hint=hint)
+    _refuse_others({name: extent.shape for name, extent in shapes.items()}, by_name, weights, hint)
     engine.synchronize()
     reads: list[Read] = []
     others: list[Callable[[], None]] = []
@@ -150,7 +158,7 @@ def _names_of_ours(
 
 
 def _names_of_transformers(
-    module: nn.Module, weights: Weights, path: str, model: ModelConfig
+    module: nn.Module, weights: Weights, path: str, model: ModelConfig, compared: bool
 ) -> tuple[dict[str, Mapping], str]:
     """Return the tensors of each parameter and buffer of a module of transformers; UserError if one has none."""
     from zerocli.models import transformers_names
@@ -163,7 +171,7 @@ def _names_of_transformers(
         listed = ", ".join(missing[:8])
         raise UserError(f"{path}: has no values for {listed}{more}", hint=_hint(path, model))
     for first, second in found.doubled:
-        if not _equal(weights, first, second):
+        if compared and not _equal(weights, first, second):
             raise UserError(
                 f"{path}: {first} and {second} differ, and the model's config.json says that they are one parameter",
                 hint='"tie_word_embeddings": false in config.json, if they were trained apart',
@@ -183,11 +191,12 @@ def _equal(weights: Weights, first: str, second: str) -> bool:
     return True
 
 
-def _unused(weights: Weights, used: set[str]) -> str:
-    """Return a message about unused tensors: layers that this model lacks, biases, masks."""
-    left = sorted(weights.entries.keys() - used)
+def _said(names: str, by_name: dict[str, Mapping], weights: Weights) -> str:
+    """Return whose names the files have, how they are quantized, and what is not used: other layers, biases, masks."""
+    decoded = f", decoded from {weights.method}" if weights.method else ""
+    left = sorted(weights.entries.keys() - {name for mapping in by_name.values() for name in mapping.theirs})
     more = f" and {len(left) - 4} more" if len(left) > 4 else ""
-    return f"; not used: {', '.join(left[:4])}{more}" if left else ""
+    return names + decoded + (f"; not used: {', '.join(left[:4])}{more}" if left else "")
 
 
 def _hint(path: str, model: ModelConfig) -> str:
@@ -203,6 +212,16 @@ def _found(mapping: Mapping, weights: Weights) -> Mapping:
         return mapping
     short = tuple(name.removeprefix("transformer.") for name in mapping.theirs)
     return Mapping(mapping.ours, short, mapping.rows, mapping.transposed, mapping.leading)
+
+
+def _refuse_others(
+    shapes: dict[str, tuple[int, ...]], by_name: dict[str, Mapping], weights: Weights, hint: str
+) -> None:
+    """Raise UserError with each parameter of these names and shapes that cannot be filled from the files."""
+    problems = [line for name, shape in shapes.items() if (line := _mismatch(by_name[name], shape, weights))]
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise UserError(*[f"{weights.path}: {line}" for line in problems[:8]], *more, hint=hint)
 
 
 def _mismatch(mapping: Mapping, ours: tuple[int, ...], weights: Weights) -> str:

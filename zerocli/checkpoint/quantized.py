@@ -253,22 +253,30 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (1 << bits) - 1
 
 
+def _words(tensors: Tensors) -> Iterator[tuple[str, tuple[int, int], int]]:
+    """Yield (what its tensors' names begin with, shape, number of groups) of each matrix of words."""
+    for packed in tensors:
+        if packed.endswith(".qweight"):
+            name = packed.removesuffix("qweight")
+            yield name, _matrix(tensors, packed), _matrix(tensors, f"{name}scales")[0]
+
+
+def _expect_words(tensors: Tensors, name: str, shape: tuple[int, int], zeros: tuple[int, int], rows: int) -> None:
+    """Raise Unfit unless a matrix of words, its zeros and the scales of its rows have these shapes."""
+    _expect(tensors, f"{name}qweight", (torch.int32,), shape)
+    _expect(tensors, f"{name}qzeros", (torch.int32,), zeros)
+    _expect(tensors, f"{name}scales", FLOATS, (zeros[0], rows))
+
+
 def _gptq(earlier: bool, tensors: Tensors, read: Read) -> Iterator[Decoded]:
     """Yield matrices whose columns are packed in words; `earlier`: zeros are stored less one, word by word."""
-    for packed in tensors:
-        if not packed.endswith(".qweight"):
-            continue
-        name = packed.removesuffix("qweight")
-        high, rows = _matrix(tensors, packed)
-        groups, _ = _matrix(tensors, f"{name}scales")
+    for name, (high, rows), groups in _words(tensors):
         columns = tensors[f"{name}g_idx"].numel if f"{name}g_idx" in tensors else 0
         bits = next((bits for bits in (2, 4, 8) if high * 32 == columns * bits), 0)
         if not bits or rows * bits % 32:
-            raise Unfit(f"{packed} of shape {[high, rows]} is not of {columns} columns, of which {name}g_idx says")
-        _expect(tensors, packed, (torch.int32,), (high, rows))
+            raise Unfit(f"{name}qweight of shape {[high, rows]} is not of {columns} columns, of which {name}g_idx says")
         _expect(tensors, f"{name}g_idx", (torch.int32, torch.int64), (columns,))
-        _expect(tensors, f"{name}qzeros", (torch.int32,), (groups, rows * bits // 32))
-        _expect(tensors, f"{name}scales", FLOATS, (groups, rows))
+        _expect_words(tensors, name, (high, rows), (groups, rows * bits // 32), rows)
         one = sum(1 << at for at in range(0, 32, bits)) if earlier else 0
 
         def decode(
@@ -299,18 +307,11 @@ def _gptq(earlier: bool, tensors: Tensors, read: Read) -> Iterator[Decoded]:
 
 def _awq(tensors: Tensors, read: Read) -> Iterator[Decoded]:
     """Yield matrices whose rows are packed in words of eight, out of order."""
-    for packed in tensors:
-        if not packed.endswith(".qweight"):
-            continue
-        name = packed.removesuffix("qweight")
-        columns, wide = _matrix(tensors, packed)
-        groups, _ = _matrix(tensors, f"{name}scales")
+    for name, (columns, wide), groups in _words(tensors):
         if columns % groups:
             raise Unfit(f"{name}scales of {groups} groups do not divide {columns} columns")
         rows = 8 * wide
-        _expect(tensors, packed, (torch.int32,), (columns, wide))
-        _expect(tensors, f"{name}qzeros", (torch.int32,), (groups, wide))
-        _expect(tensors, f"{name}scales", FLOATS, (groups, rows))
+        _expect_words(tensors, name, (columns, wide), (groups, wide), rows)
 
         def decode(
             read: Read, start: int, stop: int, name: str = name, rows: int = rows, columns: int = columns,

@@ -13,12 +13,14 @@ from zerocli.console import printable
 from zerocli.errors import UserError
 from zerocli.layout.sizes import format_bytes, format_seconds
 from zerocli.plan.blocks.inputs import Source, model_of
+from zerocli.plan.blocks.lora import left_out
 from zerocli.plan.memory.build import check
 from zerocli.plan.memory.saves import SHARED, folder_of
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
-from zerocli.plan.models.resolve import plan_source
+from zerocli.plan.models.resolve import plan_source, trace_built_in
+from zerocli.plan.models.traced import trace
 from zerocli.plan.report.verdict import Verdict
 from zerocli.plan.rows import Row
 from zerocli.plan.search import automatic, largest
@@ -182,8 +184,8 @@ def _model(
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     lora = source.config.lora
     traced = traced or ((chooses or lora.rank > 0) and bool(source.factory))
-    if lora.rank and source.shape is not None and (source.shape.experts or source.shape.latent or lora.dora):
-        traced = True  # formulas have adapters of dense blocks alone, and nothing of what DoRA computes beside them
+    if lora.rank and source.shape is not None and (source.shape.experts or source.shape.latent or left_out(lora)):
+        traced = True  # formulas have adapters of dense blocks alone
     if (found := plan_source(source, traced, setup, notes)) is not None:
         return found
     if traced:
@@ -214,16 +216,14 @@ def _trace(source: Source, setup: Setup) -> Model:
             f"--trace runs a model, and {source.name} names none that is built in",
             hint="zerocli fit package.module:factory --trace, with a function that builds the model",
         )
+    if built_in is not None and shape is not None:
+        config = dataclasses.replace(source.config, model=built_in)  # whose layers targets name
+        return trace_built_in(config, shape.positions or setup.seq, setup)
     from zerocli.plan.blocks.factory import build_factory
-    from zerocli.plan.models.traced import trace
 
     def make() -> Any:
-        from zerocli.models import build
         from zerocli.models.lora import adapted
 
-        if built_in is None or shape is None:
-            return adapted(build_factory(source.factory), source.config)
-        model = build(built_in, shape.positions or setup.seq, "meta")
-        return adapted(model, dataclasses.replace(source.config, model=built_in))  # whose layers targets name
+        return adapted(build_factory(source.factory), source.config)
 
     return trace(source.name, make, setup)

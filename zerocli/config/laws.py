@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from zerocli.config.lora import pattern_problem
 from zerocli.config.rope import broken_rope
 from zerocli.config.schema import FIELDS, Config, LoraConfig, get, short
 from zerocli.errors import Problem, WrongValue, closest, quote
@@ -135,11 +136,14 @@ def _lora_checks(config: Config) -> Iterator[_Found]:
     """Yield (keys, fact, what was probably meant) for each key that adapters, or their absence, contradict."""
     lora, default = config.lora, LoraConfig()
     if not lora.rank:
-        for name in ("targets", "alpha", "dropout", "rslora", "dora", "save_modules", "dtype", "base", "start"):
+        for name in (each.name for each in dataclasses.fields(LoraConfig)):
             if getattr(lora, name) != getattr(default, name):
                 fact = f"{name} is of adapters, and lora.rank is 0: there are none"
                 yield (f"lora.{name}",), fact, "--lora 16 beside it"
         return
+    for name in ("rank_pattern", "alpha_pattern"):
+        if problem := pattern_problem(name, getattr(lora, name)):
+            yield (f"lora.{name}",), problem, "", f"--set lora.{name}=down_proj=4"
     if config.parallel.tp > 1:
         fact = f"tp {config.parallel.tp}: adapters are not split over ranks"
         yield ("parallel.tp", "lora.rank"), fact, "tp 1", "--tp 1"

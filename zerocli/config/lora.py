@@ -1,12 +1,13 @@
 """What `--lora` says: a rank, a rank and targets, or a folder of adapters to go on from. (No torch.)"""
 
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerocli.config.schema import ALL_LINEAR, MAX_LORA_RANK
+from zerocli.config.schema import ALL_LINEAR, MAX_LORA_RANK, LoraConfig
 from zerocli.errors import UserError, quote
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular
 
@@ -28,8 +29,6 @@ PROJECTION_NAMES: dict[str, tuple[str, ...]] = {
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "lora_bias": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
     "layers_to_transform": (None, []),
     "exclude_modules": (None, [], ""),
     "layer_replication": (None, []),
@@ -74,12 +73,17 @@ def _of_folder(folder: str) -> dict[str, object]:
     for key, plain in _UNUSED.items():
         if values.get(key) not in plain:
             raise ValueError(f"{folder}: {key} {quote(values[key])} is not supported")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(values.get(key) or {}, Mapping):
+            raise ValueError(f"{folder}: {key} {quote(values[key])} is no table")
     packed = sorted(values.get("target_parameters") or ())
     targets = values.get("target_modules") or ([] if packed else ALL_LINEAR)
     return {
         "lora.rank": values.get("r", 8),
         "lora.targets": [*([targets] if isinstance(targets, str) else sorted(targets)), *packed],
         "lora.alpha": values.get("lora_alpha", 8),
+        "lora.rank_pattern": _patterns(values.get("rank_pattern")),
+        "lora.alpha_pattern": _patterns(values.get("alpha_pattern")),
         "lora.dropout": values.get("lora_dropout", 0.0),
         "lora.rslora": bool(values.get("use_rslora")),
         "lora.dora": bool(values.get("use_dora")),
@@ -88,9 +92,47 @@ def _of_folder(folder: str) -> dict[str, object]:
     }
 
 
-def scale(rank: int, alpha: float, rslora: bool) -> float:
-    """Return the factor of what an adapter adds."""
-    return (alpha or 2 * rank) / (rank**0.5 if rslora else rank)
+def _patterns(found: Mapping[str, Any] | None) -> list[str]:
+    return [f"{pattern}={number}" for pattern, number in (found or {}).items()]
+
+
+def table_of(patterns: Sequence[str]) -> dict[str, float]:
+    """Return what `rank_pattern` or `alpha_pattern` says as peft has it: by pattern, the rank or alpha."""
+    split = (each.rpartition("=") for each in patterns)
+    return {pattern: int(number) if number.isdigit() else float(number) for pattern, _, number in split}
+
+
+def pattern_problem(key: str, patterns: Sequence[str]) -> str:
+    """Return what is wrong with `rank_pattern` or `alpha_pattern`; empty if nothing is."""
+    for each in patterns:
+        pattern, _, number = each.rpartition("=")
+        try:
+            re.compile(pattern)
+            valid = 1 <= int(number) <= MAX_LORA_RANK if key == "rank_pattern" else 0 < float(number) < math.inf
+        except re.error as error:
+            return f"{key}: {quote(pattern)} is not a regular expression: {error}"
+        except ValueError:
+            valid = False
+        if not pattern or not valid:
+            return f"{key}: {quote(each)} is not NAME={'RANK' if key == 'rank_pattern' else 'ALPHA'}"
+    return ""
+
+
+def fitting(patterns: Sequence[str], name: str) -> str:
+    """Return the first of the patterns that fits a layer of this name, as peft decides it; empty if none does."""
+    return next((each for each in table_of(patterns) if re.match(rf"(.*\.)?({each})$", name)), "")
+
+
+def rank_of(asked: LoraConfig, name: str) -> int:
+    """Return the rank of the adapters of a layer, or of a packed tensor, by peft's name of it."""
+    return int(table_of(asked.rank_pattern).get(fitting(asked.rank_pattern, name), asked.rank))
+
+
+def factor_of(asked: LoraConfig, name: str) -> float:
+    """Return the factor of what these adapters add."""
+    alpha = table_of(asked.alpha_pattern).get(fitting(asked.alpha_pattern, name), asked.alpha or 2 * asked.rank)
+    rank = rank_of(asked, name)
+    return alpha / (rank**0.5 if asked.rslora else rank)
 
 
 def matches(targets: tuple[str, ...], *names: str) -> bool:

@@ -303,6 +303,11 @@ class LoraConfig:
     or regular expressions of whole names."""
     alpha: float = setting(0.0, least=0)
     """What an adapter adds is multiplied by alpha / rank; 0 = twice the rank."""
+    rank_pattern: tuple[str, ...] = setting(())
+    """Layers with adapters of another rank, such as experts.down_proj=4: the end of peft's name, or a regular
+    expression of it, and the rank; the first that fits counts."""
+    alpha_pattern: tuple[str, ...] = setting(())
+    """Layers whose adapters have another alpha, in the same form."""
     dropout: float = setting(0.0, least=0, below=1)
     """Share of an adapter's inputs dropped in training."""
     rslora: bool = setting(False)

@@ -293,10 +293,11 @@ class Agreement:
         if self.channel is not None:
             self._meet(call, _code(repr(key())), 0, say or (lambda: f"called {call}"))
 
-    def begin_pass(self, made: int) -> None:
-        """Begin to meet at the start of a backward pass, the one after `made` others of the step.
+    def announce_pass(self, made: int) -> None:
+        """Tell the other ranks that a backward pass begins, the one after `made` others of the step.
 
-        This rank computes on, up to its first collective: a rank that is later would cost the difference otherwise.
+        They meet at this rank's first collective, up to which it computes on: waiting here for a rank that is later
+        would cost the difference.
         """
         if self.channel is not None:
             call = "engine.backward(loss)"

@@ -1,36 +1,28 @@
-"""LoRA: adapters of low rank beside the linear layers of a frozen model.
+"""LoRA: which layers of a frozen model get adapters of low rank, and what the adapters are called here and in peft.
 
-An adapter is a child of its layer, which a forward hook of the layer adds to its output. So every parameter of the
-model keeps its name and every layer its class: weights are loaded and exported as without adapters. Matrices that a
-module packs into one tensor, as those of experts are, have no layer to call: while their module runs, it sees in place
-of the tensor its sum with what the adapters add, as with peft.
+`adapters.py` has what an adapter is, `packed_adapters.py` those of matrices that are packed into one tensor. Parameters
+of the model keep their names: weights are loaded and exported as without adapters.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from zerocli.config import Config, LoraConfig, ModelConfig
-from zerocli.config.lora import matches, scale
+from zerocli.config.lora import fitting, matches, pattern_problem
 from zerocli.config.schema import ALL_LINEAR
 from zerocli.errors import UserError, closest
 from zerocli.models import hugging
+from zerocli.models.adapters import WHOLE, adapters_of, give, has_adapters, refuse_layer, widths_of
+from zerocli.models.packed_adapters import give_to_tensors, module_in_peft, packed_modules, refuse_tensors, tensor_of
 
 Theirs = Mapping[str, tuple[str, ...]]
 """The names that layers have in Hugging Face's models: one for each matrix of a fused layer."""
-WHOLE = "all"
-"""Name of the one adapter of a layer that is one matrix; those of fused layers are named by their parts."""
-PACKED = "@"
-"""In the name of an adapter of a packed tensor: between the tensor's name and the number of tensors with adapters that
-follow it in its module, by which peft names it."""
 
 
 def lora(
@@ -44,6 +36,8 @@ def lora(
     dora: bool = False,
     save_modules: Sequence[str] = (),
     dtype: str = "compute",
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
 ) -> nn.Module:
     """Freeze a model and give its linear layers adapters; returns the model. See `LoraConfig` for the arguments.
 
@@ -52,8 +46,10 @@ def lora(
     named = (targets,) if isinstance(targets, str) else tuple(targets)
     if dora and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("dora=True needs the lengths of the rows of the weights, and the model has no values (meta)")
+    ranks, alphas = (tuple(f"{key}={n}" for key, n in (each or {}).items()) for each in (rank_pattern, alpha_pattern))
+    kept = tuple(save_modules)
     try:
-        adapt(model, LoraConfig(rank, named, alpha, dropout, rslora, dora, tuple(save_modules), dtype))
+        adapt(model, LoraConfig(rank, named, alpha, ranks, alphas, dropout, rslora, dora, kept, dtype))
     except UserError as error:
         raise ValueError(str(error)) from None
     model.register_forward_hook(_warn_idle)
@@ -66,165 +62,6 @@ def _warn_idle(model: nn.Module, inputs: Any, output: Any) -> None:
         del model._forward_hooks[key]
     if said := idle_note(model):
         warnings.warn(said, stacklevel=2)
-
-
-class Adapter(nn.Module):
-    """Adds `b(a(x))` to the output of a linear layer, or to a part of it; `b` is zero at first."""
-
-    read_by_its_layer = True
-    """Its layer reads its parameters without calling it, so it cannot be a unit by itself."""
-    magnitude: nn.Parameter | None
-
-    def __init__(self, inputs: int, outputs: int, rank: int, like: dict[str, Any], dora: bool) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.empty(rank, inputs, **like))
-        self.b = nn.Parameter(torch.empty(outputs, rank, **like))
-        self.register_parameter("magnitude", nn.Parameter(torch.empty(outputs, **like)) if dora else None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.a.is_meta:
-            return  # torch imports its compiler for a random fill of a meta tensor
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
-        nn.init.zeros_(self.b)
-        if self.magnitude is not None:
-            nn.init.ones_(self.magnitude)  # `set_magnitudes` writes the lengths of the base's rows
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x.to(self.a.dtype), self.a), self.b)
-
-
-class Adapters(nn.Module):
-    """The adapters of one layer: one, or one for each of the matrices that are fused in it."""
-
-    def __init__(self, widths: Mapping[str, int], factor: float, dropout: float) -> None:
-        super().__init__()
-        self.widths, self.factor, self.dropout = dict(widths), factor, dropout
-        self.ran = False
-        """Whether the layer was called: the adapters of one whose weight is only read would add nothing."""
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the layer's output `y` of `x` with what the adapters add.
-
-        Whether there is one adapter or several, `x` is read once, and `y` is read and written once, by two products.
-        """
-        children: dict[str, Any] = dict(self.named_children())
-        own = [children[name] for name in self.widths if name in children]
-        x = x.to(own[0].a.dtype)
-        if self.dropout and self.training:
-            low = _joined([F.linear(self._dropped(x), each.a) for each in own], -1)
-        else:
-            low = F.linear(x, _joined([each.a for each in own], 0))
-        blocks = [children[name].b if name in children else x.new_empty(size, 0) for name, size in self.widths.items()]
-        b = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
-        if low.dtype != y.dtype:
-            return torch.add(y, F.linear(low, b).to(y.dtype), alpha=self.factor)
-        rows = torch.addmm(y.reshape(-1, y.shape[-1]), low.reshape(-1, len(b.t())), b.t(), alpha=self.factor)
-        return rows.view(y.shape)
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout) if self.dropout and self.training else x
-
-    def rescale(self, layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Return the output of a layer whose rows have trained lengths (DoRA), as peft computes it."""
-        weight, bias = matrix_of(layer), getattr(layer, "bias", None)
-        children, made, at = dict(self.named_children()), [], 0
-        for name, width in self.widths.items():
-            rows, part = slice(at, at + width), y[..., at : at + width]
-            at += width
-            if name not in children:
-                made.append(part)
-                continue
-            adapter: Any = children[name]
-            dropped = self._dropped(x)
-            plain = part if bias is None else part - bias[rows]
-            if dropped is not x:
-                plain = F.linear(dropped, weight[rows])
-            turned = weight[rows].detach() + self.factor * (adapter.b @ adapter.a).detach().to(weight.dtype)
-            length = turned.float().norm(dim=1).to(y.dtype)
-            ratio = adapter.magnitude / length
-            made.append((part + (ratio - 1) * plain + ratio * self.factor * adapter(dropped)).to(y.dtype))
-        return made[0] if len(made) == 1 else torch.cat(made, -1)
-
-
-class PackedAdapters(Adapters):
-    """The adapters of the packed tensors of one module; those of all matrices of a tensor are one, as in peft."""
-
-    def __init__(self, widths: Mapping[str, int], factor: float, transposed: bool) -> None:
-        super().__init__(widths, factor, dropout=0.0)
-        self.transposed = transposed
-        """Whether the matrices are (inputs, outputs)."""
-
-    def replace(self, module: nn.Module) -> None:
-        """Let a module read its packed tensors with what the adapters add."""
-        self.ran = True
-        for part in self.widths:
-            adapter: Any = getattr(self, part)
-            name = part.partition(PACKED)[0]
-            packed: Any = module._parameters[name]
-            # An attribute of the instance comes before its parameters, which stay registered.
-            module.__dict__[name] = add_packed(packed, adapter.a, adapter.b, self.factor, self.transposed)
-
-    def restore(self, module: nn.Module) -> None:
-        """Let a module read its own tensors again."""
-        for part in self.widths:
-            module.__dict__.pop(part.partition(PACKED)[0], None)
-
-
-def add_packed(packed: Tensor, a: Tensor, b: Tensor, factor: float, transposed: bool) -> Tensor:
-    """Return packed matrices with what their adapters add.
-
-    `a` is (count x rank, inputs) and `b` (outputs, rank x count), in peft's order of elements.
-    """
-    low = a.reshape(len(packed), -1, a.shape[1])
-    high = b.reshape(len(b), -1, len(packed)).permute(2, 0, 1)
-    left, right = (low.mT, high.mT) if transposed else (high, low)
-    return torch.baddbmm(packed, left.to(packed.dtype), right.to(packed.dtype), alpha=factor)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether the packed matrices of a module are (inputs, outputs), as it says itself in transformers."""
-    return bool(getattr(module, "is_transposed", False))
-
-
-def _replace(module: Any, args: Any) -> None:
-    """Add to the packed tensors of a module; a forward pre-hook."""
-    module.lora.replace(module)
-
-
-def _restore(module: Any, args: Any, output: Any) -> None:
-    """Undo `_replace`; a forward hook that is called after an exception too."""
-    module.lora.restore(module)
-
-
-def _add(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
-    """Add a layer's adapters to its output; a forward hook."""
-    adapters: Any = layer.lora
-    adapters.ran = True
-    x: Tensor = args[0] if args else kwargs["input"]
-    if any(adapter.magnitude is not None for adapter in adapters.children()):
-        made: Tensor = adapters.rescale(layer, x, y)
-        return made
-    added: Tensor = adapters.add(x, y)
-    return added
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def matrix_of(layer: Any) -> Tensor:
-    """Return a layer's matrix as (outputs, inputs); transformers' Conv1D keeps it transposed."""
-    weight: Tensor = layer.weight
-    return weight if isinstance(layer, nn.Linear) else weight.t()
-
-
-def row_lengths(matrix: Tensor, widths: Mapping[str, int], part: str) -> Tensor:
-    """Return the lengths of the rows of one of the matrices that are fused in a layer's."""
-    names = list(widths)
-    start = sum(widths[name] for name in names[: names.index(part)])
-    found: Tensor = matrix[start : start + widths[part]].float().norm(dim=1)
-    return found
 
 
 # -- adapting a model ----------------------------------------------------------------------------------------------
@@ -251,18 +88,22 @@ def adapt(model: nn.Module, asked: LoraConfig, theirs: Theirs | None = None) -> 
     if not any((*chosen.values(), *inside.values())) or (missing and not asked.start):  # peft's are of many families
         raise _no_target(missing, layers, theirs, named)
     kept = trained_whole(model, asked.save_modules, theirs)
-    for path, parts in chosen.items():
-        _refuse_layer(layers[path], path, parts, asked.rank)
-    for path, names in inside.items():
-        _refuse_packed(model.get_submodule(path), path, names, asked)
+    names = {path: {part: module_there(path, part, theirs) for part in parts} for path, parts in chosen.items()}
+    adapted = [each for parts in names.values() for each in parts.values()]
+    adapted += [f"{path}.{name}" for path, own in inside.items() for name in own]
+    _refuse_patterns(asked, adapted)
+    for path, parts in names.items():
+        refuse_layer(layers[path], path, parts, asked)
+    for path, own in inside.items():
+        refuse_tensors(model.get_submodule(path), path, own, asked)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in kept)
-    for path, parts in chosen.items():
+    for path, parts in names.items():
         if parts:
-            _give(layers[path], parts, asked)
-    for path, names in inside.items():
-        if names:
-            _give_packed(model.get_submodule(path), names, asked)
+            give(layers[path], parts, asked)
+    for path, own in inside.items():
+        if own:
+            give_to_tensors(model.get_submodule(path), path, own, asked)
 
 
 def adapted(model: nn.Module, config: Config) -> nn.Module:
@@ -297,6 +138,18 @@ def _refuse_expressions(asked: LoraConfig) -> None:
             raise UserError(f"lora: {target!r} is not a regular expression: {error}", hint="--lora 16:q_proj") from None
 
 
+def _refuse_patterns(asked: LoraConfig, names: list[str]) -> None:
+    """Raise UserError for a pattern that fits none of the layers with adapters, by peft's names; peft's own may."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(asked, key)
+        if problem := pattern_problem(key, patterns):
+            raise UserError(f"lora.{problem}")
+        for each in patterns if not asked.start else ():
+            if not any(fitting((each,), name) for name in names):
+                ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+                raise UserError(f"lora.{key}: {each} fits no layer with adapters; there are {', '.join(ends[:20])}")
+
+
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers that may have adapters: linear ones, but neither the output layer nor one that is never called.
 
@@ -311,20 +164,6 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if (linear or type(module).__name__ == "Conv1D") and module is not output:
             if id(module.weight) not in tied:
                 yield path, module
-
-
-def packed_modules(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield each module that packs several matrices into one tensor, and the names of such tensors in it."""
-    for path, module in model.named_modules():
-        if not type(module).__module__.startswith("torch.nn."):  # a convolution's weight has three dimensions too
-            names = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3 and min(p.shape) > 1]
-            if names and path:
-                yield path, names
-
-
-def widths_of(layer: Any) -> dict[str, int]:
-    """Return the outputs of each of the matrices that are fused in a layer, by name; of others, all outputs."""
-    return dict(getattr(layer, "parts", None) or {WHOLE: matrix_of(layer).shape[0]})
 
 
 def _finds(target: str, layers: Mapping[str, nn.Module], theirs: Theirs) -> bool:
@@ -405,73 +244,6 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
     return {first: others for first, *others in names.values() if others}
 
 
-def _refuse_layer(layer: nn.Module, path: str, parts: list[str], rank: int) -> None:
-    """Raise UserError if these parts of a layer cannot have adapters of a rank."""
-    if parts and hasattr(layer, "lora"):
-        raise UserError(f"lora: {path} has an attribute `lora` already")
-    inputs, widths = matrix_of(layer).shape[1], widths_of(layer)
-    for part in parts:
-        if rank > min(inputs, widths[part]):
-            raise UserError(
-                f"lora: rank {rank} is above the smaller side of {path}, {widths[part]} x {inputs}: an adapter would "
-                "have more parameters than the matrix",
-                hint=f"--lora {min(inputs, widths[part])} at most, or other targets",
-            )
-
-
-def _refuse_packed(module: nn.Module, path: str, names: list[str], asked: LoraConfig) -> None:
-    """Raise UserError if these packed tensors of a module cannot have such adapters."""
-    if names and hasattr(module, "lora"):
-        raise UserError(f"lora: {path} has an attribute `lora` already")
-    for name in names:
-        count, *sides = module.get_parameter(name).shape
-        if asked.dora or asked.dropout:
-            raise UserError(
-                f"lora: {path}.{name} packs {count} matrices, whose adapters are added to them before they are used: "
-                "dora and dropout need a layer for each",
-                hint="--set lora.dora=false --set lora.dropout=0, or other targets",
-            )
-        if asked.rank > min(sides):
-            raise UserError(
-                f"lora: rank {asked.rank} is above the smaller side of {path}.{name}, {count} matrices of "
-                f"{sides[0]} x {sides[1]}: an adapter would have more parameters than its matrix",
-                hint=f"--lora {min(sides)} at most, or other targets",
-            )
-
-
-def _give_packed(module: nn.Module, names: list[str], asked: LoraConfig) -> None:
-    transposed, found = is_transposed(module), {}
-    for at, name in enumerate(names):
-        packed = module.get_parameter(name)
-        count, outputs, inputs = (packed.mT if transposed else packed).shape
-        like = {"dtype": torch.float32 if asked.dtype == "fp32" else packed.dtype, "device": packed.device}
-        part = f"{name}{PACKED}{len(names) - 1 - at}"
-        found[part] = outputs, Adapter(inputs, outputs, count * asked.rank, like, dora=False)
-    widths = {part: outputs for part, (outputs, _) in found.items()}
-    adapters = PackedAdapters(widths, scale(asked.rank, asked.alpha, asked.rslora), transposed)
-    for part, (_, adapter) in found.items():
-        adapters.add_module(part, adapter)
-    module.lora = adapters
-    module.register_forward_pre_hook(_replace)
-    module.register_forward_hook(_restore, always_call=True)
-
-
-def _give(layer: nn.Module, parts: list[str], asked: LoraConfig) -> None:
-    widths, matrix = widths_of(layer), matrix_of(layer)
-    adapters = Adapters(widths, scale(asked.rank, asked.alpha, asked.rslora), asked.dropout)
-    dtype = torch.float32 if asked.dtype == "fp32" else matrix.dtype
-    for part in parts:
-        inputs, outputs = matrix.shape[1], widths[part]
-        like = {"dtype": dtype, "device": matrix.device}
-        adapter = Adapter(inputs, outputs, asked.rank, like, asked.dora)
-        if adapter.magnitude is not None and not matrix.is_meta:
-            with torch.no_grad():
-                adapter.magnitude.copy_(row_lengths(matrix, widths, part))
-        adapters.add_module(part, adapter)
-    layer.lora = adapters
-    layer.register_forward_hook(_add, with_kwargs=True)
-
-
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
@@ -500,18 +272,14 @@ def module_there(layer: str, part: str, theirs: Theirs) -> str:
     """Return Hugging Face's name of a layer, or of one of the matrices that are fused in it; peft's of packed ones."""
     if layer in theirs:
         return theirs[layer][_PLACES.get(part, 0)]
-    if PACKED in part:
-        return layer + ".base_layer" * int(part.partition(PACKED)[2])
+    if tensor_of(part):
+        return module_in_peft(layer, part)
     return layer if part == WHOLE else f"{layer.rpartition('.')[0]}.{part}"
 
 
 _PEFT = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 _PLACES = {"k": 1, "v": 2, "up": 1}
 """The places of matrices in a fused layer that are not its first."""
-
-
-def has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(module, Adapters) for module in model.modules())
 
 
 def idle_note(model: nn.Module) -> str:
@@ -525,13 +293,6 @@ def idle_note(model: nn.Module) -> str:
         f"lora: {len(idle)} of {len(found)} layers with adapters were not called in the first step: {shown}; where a "
         "model reads a layer's weight without calling the layer, an adapter adds nothing: other targets leave it out"
     )
-
-
-def unadapted(model: nn.Module) -> list[str]:
-    """Return the names of the packed tensors that have no adapter."""
-    adapted = {f"{path}.{part.partition(PACKED)[0]}" for path, _, part, _ in adapters_of(model) if PACKED in part}
-    packed = (f"{path}.{name}" for path, names in packed_modules(model) for name in names)
-    return [name for name in packed if name not in adapted]
 
 
 def adapter_names(model: nn.Module) -> set[str]:
@@ -553,10 +314,3 @@ def split_name(name: str) -> tuple[str, str, str]:
     layer, _, rest = name.partition(".lora.")
     part, _, which = rest.partition(".")
     return layer, part, which
-
-
-def adapters_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Adapter]]:
-    """Yield (path of the layer, layer, part, adapter)."""
-    for path, layer in model.named_modules():
-        for part, adapter in layer.lora.named_children() if isinstance(getattr(layer, "lora", None), Adapters) else ():
-            yield path, layer, part, adapter

@@ -18,7 +18,7 @@ from zerocli.layout.categories import CATEGORIES
 from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.models.counted import Counted
-from zerocli.plan.models.formula import Formula
+from zerocli.plan.models.resolve import run_model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time import bench
@@ -131,9 +131,10 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
     if facts["device"] == "cuda":
         changes["update"] = "cpu" if facts["update_on_cpu"] else "both" if facts.get("cpu_share") else "stream"
     try:
-        shape = config_shape(config)
-        model = Counted(facts["parameters"], facts.get("frozen", 0)) if shape is None else Formula(shape)
-        plan = model.plan(setup_of(config, **changes))
+        setup = setup_of(config, **changes)
+        counted = config.model.external
+        model = Counted(facts["parameters"], facts.get("frozen", 0)) if counted else run_model(config, setup)
+        plan = model.plan(setup)
     except UserError as error:
         return None, f"nothing is predicted: {error}"
     return plan, "" if plan.whole else "of a model of other code than zerocli's own, only model states are predicted"
@@ -141,15 +142,16 @@ def predict(config: Config, facts: Mapping[str, Any]) -> tuple[Plan | None, str]
 
 def expect(config: Config, plan: Plan | None, facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the estimated seconds of a step and of its phases on this machine; None without a plan or a GPU."""
-    shape = config_shape(config)
-    if plan is None or shape is None or facts["device"] != "cuda":
+    if plan is None or config.model.external or facts["device"] != "cuda":
         return None
     paths = config.offload.nvme_path
     known = bench.gather(paths)
     hardware = this_machine(known, bench.remembered(known, paths))
     if hardware is None:
         return None
-    timed = estimate(plan, Formula(shape).computed(plan.setup, hardware.host), hardware)
+    computed = run_model(config, plan.setup).computed(plan.setup, hardware.host)
+    assert computed is not None  # it is a formula or a trace
+    timed = estimate(plan, computed, hardware)
     return {"seconds": timed.seconds, "phases": timed.phases, "bound": timed.bound, "rates": hardware.source}
 
 

@@ -13,9 +13,8 @@ from zerocli import machine
 from zerocli.config import AUTO, Config, load, with_dividing_batch
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
-from zerocli.plan.blocks.inputs import run_shape
-from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
+from zerocli.plan.models.resolve import run_model
 from zerocli.plan.search import automatic
 from zerocli.plan.search.auto import Choice
 from zerocli.plan.search.candidates import weigh
@@ -97,7 +96,7 @@ def choose_together(
     hardware = least_of_all(automatic.hardware_here(config.offload.nvme_path, setup, room), gather)
     found = _before(config, options)
     if found is not None and (not options.auto or _fits(found.config, setup, hardware, model)):
-        model = Formula(run_shape(config)) if model is None else model
+        model = run_model(config, setup) if model is None else model
         return dataclasses.replace(found, hardware=hardware, model=model, lines=(*lines[0], *found.lines))
     steps = min(gather(_compiled_steps(config, options, setup)))
     chosen = _choose(config, options, setup, hardware, model, steps)
@@ -141,7 +140,7 @@ def _fits(config: Config, setup: Setup, hardware: Hardware, model: Model | None)
     """Whether a config fits the machine as it is now."""
     about = {name: getattr(setup, name) for name in ("device", "precision", "ranks", "ranks_per_node")}
     asked = dataclasses.replace(setup_of(config, **about), checkpoints=0)
-    return weigh(Formula(run_shape(config)) if model is None else model, asked, hardware).fits
+    return weigh(run_model(config, asked) if model is None else model, asked, hardware).fits
 
 
 def _compiled_steps(config: Config, options: RunOptions, setup: Setup) -> int:
@@ -160,7 +159,7 @@ def least_of_all(hardware: Hardware, gather: Any) -> Hardware:
 def _choose(
     config: Config, options: RunOptions, setup: Setup, hardware: Hardware, model: Model | None, steps: int
 ) -> Chosen:
-    model = Formula(run_shape(config)) if model is None else model
+    model = run_model(config, setup) if model is None else model
     setup = dataclasses.replace(setup, checkpoints=0)  # those are in the run folder, not on the nvme tier
     whole = config.train.batch * setup.accumulate * setup.dp if config.train.global_batch else 0
     choice: Choice = automatic.choose_setup(model, setup, hardware, options.auto, whole, steps)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from zerocli import machine
+from zerocli.checkpoint.imports import check_weights
 from zerocli.config import AUTO, Config, notes_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show, show_if_unfit, show_json
@@ -16,7 +17,7 @@ from zerocli.errors import DOES_NOT_FIT, OK, user_error
 from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
 from zerocli.profile import table
 from zerocli.run.automatic import choose_or_nearest, with_open_batch
-from zerocli.run.engines import count_parameters, resolve
+from zerocli.run.engines import count_parameters, make_model, resolve
 from zerocli.run.output import report
 
 
@@ -38,6 +39,9 @@ def dry_run(config: Config, options: RunOptions, profiled: bool = False) -> int:
     for line in (*notes_of(options.source), *chosen.lines):
         say(line)
     try:
+        if config.train.init_from and (config.lora.rank or not options.resume):
+            names = check_weights(make_model(config), config.train.init_from, config.model)
+            say(f"weights from {config.train.init_from}, {names}")
         numel, local, trained = count_parameters(config)
         held = report.planned_memory(config, numel, local, trained)
     except ValueError as error:

@@ -367,7 +367,8 @@ def table(config: Config, chosen: list[Default], given: frozenset[str]) -> str:
 
 
 _SHOWN = (
-    *("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.save_modules", "lora.start"),
+    *("lora.rank", "lora.rank_pattern", "lora.alpha", "lora.alpha_pattern", "lora.targets", "lora.dropout"),
+    *("lora.save_modules", "lora.start"),
     *("optimizer.name", "optimizer.lr", "optimizer.warmup", "optimizer.schedule", "optimizer.min_lr"),
     *("optimizer.weight_decay", "optimizer.betas", "train.clip", "train.seq", "train.epochs", "train.steps"),
     *("train.batch", "train.accumulate", "train.global_batch", "checkpoint.every", "train.eval_every"),

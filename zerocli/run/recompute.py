@@ -20,9 +20,8 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import WHOLE, Recompute
 from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
-from zerocli.plan.blocks.inputs import run_shape
-from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
+from zerocli.plan.models.resolve import run_model
 from zerocli.plan.models.traced import Traced, trace
 from zerocli.plan.search.recompute import decide, room_here
 from zerocli.plan.setup import Setup, setup_of
@@ -51,7 +50,7 @@ def choose_blocks(config: Config, traced: Model | str = NOT_TRACED, room: int | 
     if problem:
         return WHOLE, f"all blocks recomputed ({problem})"
     try:
-        model = Formula(run_shape(config)) if isinstance(traced, str) else traced
+        model = run_model(config, setup) if isinstance(traced, str) else traced
         decided, reason = decide(model, setup, room)
     except UserError as error:  # the engine says it in its own words, or knows better
         return WHOLE, f"all blocks recomputed (there is no plan: {error})"
@@ -136,7 +135,6 @@ def trace_factory(config: Config, auto: Collection[str] = ()) -> Traced | str:
 
     try:
         setup = replace(run_setup(config), offload=Placement())
-        with torch.random.fork_rng(devices=()):  # the run's own random numbers stay what they are
-            return trace(config.name, make, setup)
+        return trace(config.name, make, setup)
     except UserError as error:
         return f"it cannot be traced: {error}"

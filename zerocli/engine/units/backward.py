@@ -40,7 +40,7 @@ class Backward:
             raise Refused("backward was called inside another backward")
         try:
             self._check(loss, create_graph)  # before the ranks meet: one that has met launches collectives
-            self._engine.agreement.begin_pass(self.count)
+            self._engine.agreement.announce_pass(self.count)
             self._begin()
             _UNDER_WAY.append(self)
             if loss.requires_grad:

@@ -206,6 +206,8 @@ class Gatherer:
         if flat.state is State.SHARDED:
             self._fill(flat, self._free_buffer(flat) or self._evict(flat))
         if flat.pending is not None:
+            # A collective on a CPU is done once it was waited for, which is here: only on a GPU can it be done before,
+            # and then no time of waiting is counted.
             if flat.pending.done:
                 flat.pending.wait()
             else:

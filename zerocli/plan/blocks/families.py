@@ -84,19 +84,11 @@ def _gpt2(f: Fields) -> Shape:
 def _gpt_neox(f: Fields) -> Shape:
     layers, heads = ("num_hidden_layers", 44), ("num_attention_heads", 64)
     sizes = _sizes(f, layers, ("hidden_size", 6144), heads, ("vocab_size", 50432))
-    bias, parallel = f.flag("attention_bias", True), f.flag("use_parallel_residual", True)
-    return Shape(
-        "gpt_neox",
-        **sizes,
-        mlp_hidden=f.whole("intermediate_size", 24576),
-        tie=f.flag("tie_word_embeddings", False),
-        rotary=True,
-        norms="parallel" if parallel else "pre",
-        max_positions=f.whole("max_position_embeddings", 2048),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=True,
-    )
+    has = _biases(f.flag("attention_bias", True)) | {"mlp_bias": True, "rotary": True}
+    has |= {"norms": "parallel" if f.flag("use_parallel_residual", True) else "pre"}
+    inner, tie = f.whole("intermediate_size", 24576), f.flag("tie_word_embeddings", False)
+    longest = f.whole("max_position_embeddings", 2048)
+    return Shape("gpt_neox", **sizes, mlp_hidden=inner, tie=tie, max_positions=longest, **has)
 
 
 def _opt(f: Fields) -> Shape:
@@ -120,17 +112,9 @@ def _opt(f: Fields) -> Shape:
 def _gptj(f: Fields, family: str) -> Shape:
     sizes = _sizes(f, ("n_layer", 28), ("n_embd", 4096), ("n_head", 16), ("vocab_size", 50400))
     inner, longest = f.whole("n_inner", 4 * sizes["hidden"]), f.whole("n_positions", 2048)
-    return Shape(
-        family,
-        **sizes,
-        mlp_hidden=inner,
-        tie=f.flag("tie_word_embeddings", False),
-        norms="shared",
-        mlp_bias=True,
-        head_bias=True,
-        rotary=True,
-        max_positions=longest,
-    )
+    has = _biases(False) | {"norms": "shared", "mlp_bias": True, "head_bias": True, "rotary": True}
+    has["tie"] = f.flag("tie_word_embeddings", False)
+    return Shape(family, **sizes, mlp_hidden=inner, max_positions=longest, **has)
 
 
 def _bloom(f: Fields) -> Shape:
@@ -178,21 +162,9 @@ FAMILIES: dict[str, Callable[[Fields], Shape]] = {
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "opt": _opt,
-    **{
-        name: functools.partial(llama_like.llama_like, family=name, **row)
-        for name, row in llama_like.LLAMA_LIKE.items()
-    },
-    "cohere": llama_like.cohere,
-    "stablelm": llama_like.stablelm,
-    "deepseek_v2": llama_like.deepseek_v2,
-    "deepseek_v3": llama_like.deepseek_v3,
-    "gpt_oss": llama_like.gpt_oss,
-    "phi": llama_like.phi,
     "gptj": functools.partial(_gptj, family="gptj"),
     "codegen": functools.partial(_gptj, family="codegen"),
     "bloom": _bloom,
     "falcon": _falcon,
-    "mixtral": llama_like.mixtral,
-    "qwen2_moe": llama_like.qwen2_moe,
-    "qwen3_moe": llama_like.qwen3_moe,
+    **llama_like.FAMILIES,
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from zerocli.plan.blocks.fields import MAX_LAYERS, Fields
@@ -73,14 +75,8 @@ def _row(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: i
 
 
 NO_BIAS: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
-COHERE: dict[str, Any] = {
-    "tie": True,
-    "positions": 8192,
-    "norm": "layer",
-    "norm_bias": False,
-    "norms": "shared",
-    "mlp_bias": False,
-}
+COHERE: dict[str, Any] = {"tie": True, "positions": 8192, "norm": "layer", "norms": "shared"}
+COHERE |= {"norm_bias": False, "mlp_bias": False}
 GEMMA: dict[str, Any] = {"tie": True, "head_dim": 256, "mlp_bias": False, "norms": "sandwich"}
 GLM: dict[str, Any] = {"head_dim": 128, "positions": 131072, "biases": True, "out_bias": False, "mlp_bias": False}
 LLAMA_LIKE: dict[str, dict[str, Any]] = {
@@ -131,35 +127,23 @@ def phi(f: Fields) -> Shape:
     return dataclasses.replace(shape, q_norm=normed, k_norm=normed)
 
 
+def _experts(f: Fields, name: str, number: int, per_token: int, width: str, hidden: int) -> dict[str, Any]:
+    """Return a shape's experts, from the fields that say how many there are and how wide; numbers are defaults."""
+    experts = f.whole(name, number, most=MAX_LAYERS)
+    used = f.whole("num_experts_per_tok", per_token, most=experts)
+    return {"experts": experts, "experts_per_token": used, "expert_hidden": f.whole(width, hidden)}
+
+
 def mixtral(f: Fields) -> Shape:
-    experts = f.whole("num_local_experts", 8, most=MAX_LAYERS)
-    return llama_like(
-        f,
-        "mixtral",
-        **_row(32, 4096, 32, 8, 14336, 32000),
-        **NO_BIAS,
-        positions=131072,
-        experts=experts,
-        experts_per_token=f.whole("num_experts_per_tok", 2, most=experts),
-        expert_hidden=f.whole("intermediate_size", 14336),
-    )
+    row = _row(32, 4096, 32, 8, 14336, 32000, positions=131072, **NO_BIAS)
+    return llama_like(f, "mixtral", **row, **_experts(f, "num_local_experts", 8, 2, "intermediate_size", 14336))
 
 
 def _qwen_moe(f: Fields, family: str, experts: int, per_token: int, expert: int, **more: Any) -> Shape:
     """Return a shape with experts in some blocks; numbers are the family's defaults."""
-    experts = f.whole("num_experts", experts, most=MAX_LAYERS)
-    return llama_like(
-        f,
-        family,
-        positions=32768,
-        mlp_bias=False,
-        experts=experts,
-        experts_per_token=f.whole("num_experts_per_tok", per_token, most=experts),
-        expert_hidden=f.whole("moe_intermediate_size", expert),
-        sparse_every=f.whole("decoder_sparse_step", 1),
-        dense_blocks=f.wholes("mlp_only_layers"),
-        **more,
-    )
+    more |= _experts(f, "num_experts", experts, per_token, "moe_intermediate_size", expert)
+    more |= {"sparse_every": f.whole("decoder_sparse_step", 1), "dense_blocks": f.wholes("mlp_only_layers")}
+    return llama_like(f, family, positions=32768, mlp_bias=False, **more)
 
 
 def qwen2_moe(f: Fields) -> Shape:
@@ -174,23 +158,15 @@ def qwen3_moe(f: Fields) -> Shape:
 
 def _deepseek(f: Fields, family: str, row: dict[str, Any], experts: int, shared: int, per_token: int) -> Shape:
     """Return a shape with latent attention, experts after the first blocks, and shared experts without a gate."""
-    heads, experts = f.whole("num_attention_heads", row["heads"]), f.whole("n_routed_experts", experts, most=MAX_LAYERS)
+    heads, dense = f.whole("num_attention_heads", row["heads"]), row.pop("dense")
+    found = _experts(f, "n_routed_experts", experts, per_token, "moe_intermediate_size", row.pop("expert"))
     q_rank = 0 if f.is_null("q_lora_rank") else f.whole("q_lora_rank", 1536)
     nope, rope, value = f.whole("qk_nope_head_dim", 128), f.whole("qk_rope_head_dim", 64), f.whole("v_head_dim", 128)
-    one, dense = f.whole("moe_intermediate_size", row.pop("expert")), row.pop("dense")
-    shape = llama_like(
-        f,
-        family,
-        **row,
-        mlp_bias=False,
-        experts=experts,
-        experts_per_token=f.whole("num_experts_per_tok", per_token, most=experts),
-        expert_hidden=one,
-        shared_hidden=0 if f.is_null("n_shared_experts") else one * f.whole("n_shared_experts", shared),
-        shared_gate=False,
-        dense_blocks=tuple(range(f.whole("first_k_dense_replace", dense, least=0, most=MAX_LAYERS))),
-        latent=Latent(q_rank, f.whole("kv_lora_rank", 512), nope, rope, value),
-    )
+    number = 0 if f.is_null("n_shared_experts") else f.whole("n_shared_experts", shared)
+    found |= {"shared_hidden": number * found["expert_hidden"], "shared_gate": False}
+    found["dense_blocks"] = tuple(range(f.whole("first_k_dense_replace", dense, least=0, most=MAX_LAYERS)))
+    found["latent"] = Latent(q_rank, f.whole("kv_lora_rank", 512), nope, rope, value)
+    shape = llama_like(f, family, **row, mlp_bias=False, **found)
     return dataclasses.replace(shape, heads=heads, kv_heads=0, head_dim=nope + rope)
 
 
@@ -207,15 +183,13 @@ def deepseek_v3(f: Fields) -> Shape:
 
 
 def gpt_oss(f: Fields) -> Shape:
-    experts = f.whole("num_local_experts", 128, most=MAX_LAYERS)
     row = _row(36, 2880, 64, 8, 2880, 201088, head_dim=64, positions=131072, biases=True, mlp_bias=True)
-    return llama_like(
-        f,
-        "gpt_oss",
-        **row,
-        experts=experts,
-        experts_per_token=f.whole("num_experts_per_tok", 4, most=experts),
-        expert_hidden=f.whole("intermediate_size", 2880),
-        router_bias=True,
-        sinks=True,
-    )
+    row |= _experts(f, "num_local_experts", 128, 4, "intermediate_size", 2880)
+    return llama_like(f, "gpt_oss", **row, router_bias=True, sinks=True)
+
+
+FAMILIES: dict[str, Callable[[Fields], Shape]] = {
+    **{name: functools.partial(llama_like, family=name, **row) for name, row in LLAMA_LIKE.items()},
+    **{each.__name__: each for each in (cohere, deepseek_v2, deepseek_v3, gpt_oss, mixtral, phi, qwen2_moe, qwen3_moe)},
+    "stablelm": stablelm,
+}

@@ -46,6 +46,11 @@ class Lora:
         return [name for name in names if name in self.targets]
 
 
+def left_out(asked: LoraConfig) -> bool:
+    """Return whether formulas leave out what these adapters are: DoRA, or several ranks."""
+    return asked.dora or bool(asked.rank_pattern)
+
+
 def choose(asked: LoraConfig, family: str, projections: Iterable[str], layers: int = 1, tie: bool = False) -> Lora:
     """Return the adapters that a config asks for in a family with these projections; UserError if there are none.
 

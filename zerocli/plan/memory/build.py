@@ -47,10 +47,8 @@ def check(setup: Setup) -> None:
         more = round_up(setup.ranks, setup.tp)
         raise UserError(f"tp {setup.tp} does not divide ranks {setup.ranks}", hint=f"--ranks {more}")
     if setup.ranks > setup.ranks_per_node and setup.ranks % setup.ranks_per_node:
-        raise UserError(
-            f"{setup.ranks_per_node} ranks per node do not divide ranks {setup.ranks}",
-            hint=f"--ranks {round_up(setup.ranks, setup.ranks_per_node)}",
-        )
+        each, more = setup.ranks_per_node, round_up(setup.ranks, setup.ranks_per_node)
+        raise UserError(f"{each} ranks per node do not divide ranks {setup.ranks}", hint=f"--ranks {more}")
     try:
         check_shard_ranks(setup.shard_ranks, setup.dp, setup.local_ranks // setup.tp)
     except ValueError as error:
@@ -94,30 +92,16 @@ def plan_peaks(model: Replayable, setup: Setup, flats: Flats, peaks: Peaks) -> P
     for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
         rows += _tier_rows(setup, flats, peaks, tier)  # of another package: its overhead is not known
     rows += _on_nvme(kept)
-    phases = {
-        "initialisation": peaks.initialisation.nbytes,
-        "first_step": peaks.first_step.nbytes,
-        "steady": peaks.steady.nbytes,
-    }
+    phases = {name: getattr(peaks, name).nbytes for name in ("initialisation", "first_step", "steady")}
     if setup.device == "cuda":
         workspace = constant("workspace", setup.runtime)
         phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
-    moment, trained = peaks.highest.moment, model.trainable_numel
     initialised, built = peaks.initialisation.nbytes, peaks.built
     if setup.device == "cuda":
         initialised = built = process
     loading = host_nbytes(setup, flats, initialised, built, model.transposes)
-    return Plan(
-        setup,
-        model.numel,
-        tuple(rows),
-        phases,
-        moment,
-        saved=kept,
-        loading=loading,
-        trained=trained,
-        fragments=_fragments(setup, peaks),
-    )
+    found, trained, beyond = (setup, model.numel, tuple(rows), phases), model.trainable_numel, _fragments(setup, peaks)
+    return Plan(*found, peaks.highest.moment, saved=kept, loading=loading, trained=trained, fragments=beyond)
 
 
 def _on_nvme(kept: Row | None) -> list[Row]:
@@ -138,8 +122,7 @@ def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
     placement = setup.placement()
     rows = []
     for kind, category in STATES.items():
-        left, split = held[category], getattr(setup.zero, kind)
-        formula = _states_formula(category, each if category == "parameters" else trained, setup, split, state_width)
+        left, formula = held[category], _states_formula(kind, each, trained, setup, state_width)
         for share in placement.of(kind):
             part = left if share.budget is None else min(left, share.budget)
             left -= part
@@ -163,41 +146,26 @@ def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-def _states_formula(category: str, numel: int, setup: Setup, split: bool, state_width: int) -> str:
-    width = {
-        "parameters": f"{setup.width} B",
-        "gradients": f"{setup.grad_width} B",
-        "optimizer_states": f"{state_width} B",
-    }[category]
-    return f"{width} x {format_count(numel)} parameters" + (f" / {setup.shards} ranks" if split else "")
+def _states_formula(kind: str, numel: int, trained: int, setup: Setup, state_width: int) -> str:
+    """Return what model states of a kind are, of so many parameters of which some are trained."""
+    width = {"parameters": setup.width, "gradients": setup.grad_width, "optimizer": state_width}[kind]
+    split = f" / {setup.shards} ranks" if getattr(setup.zero, kind) else ""
+    return f"{width} B x {format_count(numel if kind == 'parameters' else trained)} parameters{split}"
 
 
 def _device_rows(model: Replayable, setup: Setup, peaks: Peaks) -> list[Row]:
     peak = peaks.highest
-    sizes = [
-        (math.prod(each.local(setup.tp)) * times, each.trainable)
-        for unit, times in model.units()
-        for each in unit.parameters
-    ]
-    local = {"parameters": sum(numel for numel, _ in sizes)}
-    trained = sum(numel for numel, trainable in sizes if trainable)
-    formulas = {
-        category: _states_formula(
-            category, local.get(category, trained), setup, getattr(setup.zero, kind), setup.state_width
-        )
-        for kind, category in STATES.items()
-    }
+    parameters = ((each, times) for unit, times in model.units() for each in unit.parameters)
+    sizes = [(math.prod(each.local(setup.tp)) * times, each.trainable) for each, times in parameters]
+    numels = sum(numel for numel, _ in sizes), sum(numel for numel, trainable in sizes if trainable)
+    formulas = {each: _states_formula(kind, *numels, setup, setup.state_width) for kind, each in STATES.items()}
     formulas |= model.formulas(setup) | {
         "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
         "buffers": "reduction buckets, update slots and scratch, the gradients of the unit in backward, tables",
     }
-    rows = [
-        Row(category, "hbm", nbytes, f"{formulas[category]} (at the peak: {peak.moment})")
-        if category in ("gradients", "activations", "logits", "buffers")
-        else Row(category, "hbm", nbytes, formulas[category])
-        for category, nbytes in peak.held.items()
-        if category in formulas
-    ]
+    for each in formulas.keys() & {"gradients", "activations", "logits", "buffers"}:
+        formulas[each] += f" (at the peak: {peak.moment})"
+    rows = [Row(each, "hbm", nbytes, formulas[each]) for each, nbytes in peak.held.items() if each in formulas]
     return rows + _runtime_rows(setup, _fragments(setup, peaks))
 
 

@@ -133,10 +133,8 @@ class Replay(Initialisation):
         initialisation, built = ledger.peak, ledger.total
         ledger.begin("first step")
         self._keep_bytes("gathered", *self._flats.pieces(self._sizing, HBM).get("gathered", ()))  # copies in groups
-        for spec in (
-            *buffers.gather_buffers(self._some, self._sizing),
-            *buffers.buckets(self._trainable, self._sizing),
-        ):
+        gathered = buffers.gather_buffers(self._some, self._sizing)
+        for spec in (*gathered, *buffers.buckets(self._trainable, self._sizing)):
             self._waiting[spec.name, spec.width].append(spec)
         self._step()
         first = ledger.peak
@@ -149,15 +147,8 @@ class Replay(Initialisation):
             self._step()
             if self._left() == before:  # the next one would be the same
                 break
-        return Peaks(
-            initialisation,
-            first,
-            ledger.peak,
-            dict(self._checkpoints.offloaded),
-            built,
-            self._checkpoints.nbytes,
-            reserved=ledger.reserved,
-        )
+        checkpoints = dict(self._checkpoints.offloaded), built, self._checkpoints.nbytes
+        return Peaks(initialisation, first, ledger.peak, *checkpoints, reserved=ledger.reserved)
 
     def _left(self) -> tuple[object, ...]:
         """Return what decides where a step's allocations go: how much is held, and where lies what comes and goes."""

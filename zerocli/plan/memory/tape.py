@@ -79,9 +79,9 @@ class Tape:
     def stopped(self) -> bool:
         return self.last_save is not None and self.num_saved >= self.last_save
 
-    def new(self, nbytes: int, category: str = "activations") -> Storage:
+    def new(self, nbytes: int) -> Storage:
         """Return a storage that lives until its last reference is dropped."""
-        return Storage(self.ledger, 0 if self.stopped else nbytes, category)
+        return Storage(self.ledger, 0 if self.stopped else nbytes)
 
     def product(self, nbytes: int) -> Storage:
         """Return the output of an expensive operation (a matrix product, attention): selective checkpoints keep it."""
@@ -174,11 +174,7 @@ class Tape:
         return reached
 
     def checkpoint(
-        self,
-        run: Callable[[Tape, Tensor], Tensor],
-        x: Tensor,
-        bring_back: Callable[[], Storage],
-        selective: bool = False,
+        self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage], selective: bool
     ) -> Tensor:
         """Run a block that saves nothing; backward fetches its input and runs it again.
 

@@ -133,9 +133,8 @@ class Trace(TorchDispatchMode):
             few, more, most = (self._operations(number) for number in FEW_TOKENS)
             whole = most + (most - more) * (tokens - FEW_TOKENS[2]) // (FEW_TOKENS[2] - FEW_TOKENS[1])
             if most - more > 1.5 * (more - few) and whole > self.most:  # twice as many more for twice as many tokens
-                raise TooLong(
-                    f"it has more than {self.most} operations in forward: about {whole}, in a loop over tokens"
-                )
+                number = f"more than {self.most} operations in forward: about {whole}"
+                raise TooLong(f"it has {number}, in a loop over tokens")
         return self.run(backward=False)
 
     def _operations(self, tokens: int) -> int:

@@ -77,18 +77,12 @@ def units_of(
     widths, cuts = widths_of(model, compute), planned_cuts(model, tp)
     for unit, named in claim_parameters(model, find_units(model)):
         if named:
-            parameters = tuple(
-                Parameter(
-                    name.removeprefix(f"{unit.name}."),
-                    tuple(p.shape),
-                    cuts[name].dim if name in cuts else None,
-                    p.requires_grad,
-                    widths[p.dtype],
-                )
-                for name, p in named
-            )
+            parameters = []
+            for name, p in named:
+                own, cut = name.removeprefix(f"{unit.name}."), cuts[name].dim if name in cuts else None
+                parameters.append(Parameter(own, tuple(p.shape), cut, p.requires_grad, widths[p.dtype]))
             places[unit.name] = len(found)
-            made = Unit("block" if unit.name else "rest", parameters)
+            made = Unit("block" if unit.name else "rest", tuple(parameters))
             found.append(same.setdefault(made, made))
     return tuple(found), places, sum(b.numel() * b.element_size() for b in model.buffers())
 

@@ -1,7 +1,7 @@
-"""A Hugging Face config without a formula, as a plan takes it: traced, or counted where it cannot be traced.
+"""Models that formulas do not describe, as a plan takes them: traced, or counted where they cannot be traced.
 
-A trace takes a second and transformers some more, so both are done once: what was found is kept in the user's cache,
-under everything that it depends on.
+A trace of a Hugging Face config takes a second and transformers some more, so both are done once: what was found is
+kept in the user's cache, under everything that it depends on.
 """
 
 from __future__ import annotations
@@ -17,15 +17,34 @@ from zerocli import __version__, machine
 from zerocli.config import Config
 from zerocli.errors import UserError
 from zerocli.plan.blocks import hugging
-from zerocli.plan.blocks.inputs import Source, model_of
+from zerocli.plan.blocks.inputs import Source, model_of, run_shape
+from zerocli.plan.blocks.lora import left_out
 from zerocli.plan.blocks.program import FORMAT, Program
 from zerocli.plan.models.counted import Counted
+from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
-from zerocli.plan.models.traced import Traced
+from zerocli.plan.models.traced import Traced, trace
 from zerocli.plan.setup import Setup
 from zerocli.regular_files import read_regular, write_text
 
 MAX_NBYTES = 64 << 20
+
+
+def run_model(config: Config, setup: Setup) -> Model:
+    """Return the built-in model that a run trains: its formulas, or a trace where these leave out what it computes."""
+    return trace_built_in(config, config.train.seq, setup) if left_out(config.lora) else Formula(run_shape(config))
+
+
+def trace_built_in(config: Config, seq: int, setup: Setup) -> Traced:
+    """Trace a config's built-in model, for sequences of up to `seq` tokens, with its adapters."""
+
+    def make() -> Any:
+        from zerocli.models import build
+        from zerocli.models.lora import adapted
+
+        return adapted(build(config.model, seq, "meta"), config)
+
+    return trace(config.name, make, setup)
 
 
 def plan_source(source: Source, traced: bool, setup: Setup, notes: list[str]) -> Model | None:

@@ -150,22 +150,19 @@ class Traced(Model):
         return once * setup.accumulate * setup.dp
 
 
-def trace(
-    name: str,
-    make: Any,
-    setup: Setup,
-    loss: Loss | None = None,
-    resizable: bool = True,
-) -> Traced:
+def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizable: bool = True) -> Traced:
     """Trace the model that `make()` builds on the meta device; UserError if it cannot run on tensors without values.
 
     `loss(model, setup)` runs it on a batch; by default `model(tokens, targets)` gives the loss.
     """
+    import torch
+
     from zerocli.plan.models.record import record
 
     def describe(setup: Setup) -> Program:
         try:
-            return record(name, make(), setup, loss)
+            with torch.random.fork_rng(devices=()):  # a run's own random numbers stay what they are
+                return record(name, make(), setup, loss)
         except UserError:
             raise
         except ValueError as error:

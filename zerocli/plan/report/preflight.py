@@ -1,4 +1,4 @@
-"""The preflight of a run: its plan compared with the memory of this machine. Needs no torch."""
+"""The preflight of a run: its plan compared with the memory of this machine. Needs torch only to trace a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout.categories import STATES, model_states
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.machine import Gpu
-from zerocli.plan.blocks.inputs import run_shape
 from zerocli.plan.memory.runtime import constant
-from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.model import Model
+from zerocli.plan.models.resolve import run_model
 from zerocli.plan.rows import Plan
 from zerocli.plan.search import candidates as search
 from zerocli.plan.search.recompute import plan_decided, room_here
@@ -87,7 +86,7 @@ def preflight(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, nume
     setup, there = _here(config, gpus, ranks_per_node)
     if config.model.external:
         return Preflight(setup, None, _compare(setup, _states(setup, numel), there))
-    plan = plan_decided(Formula(run_shape(config)), setup, _room(config, setup, there))
+    plan = plan_decided(run_model(config, setup), setup, _room(config, setup, there))
     return Preflight(plan.setup, plan, _compare(setup, _certain(plan, config), there))
 
 
@@ -109,7 +108,7 @@ def plan_config(config: Config, device: str) -> Plan | None:
     ranks = max(1, config.parallel.ranks)
     setup = setup_of(config, device=device, ranks=ranks, ranks_per_node=ranks)
     room = room_here(device, ranks, config.train.gpu_memory) if setup.recompute == AUTO else 0
-    return plan_decided(Formula(run_shape(config)), setup, room)
+    return plan_decided(run_model(config, setup), setup, room)
 
 
 def refuse(config: Config, gpus: Sequence[Gpu], ranks_per_node: int = 0, host: bool = True) -> None:
@@ -197,7 +196,7 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     if config.model.external:
         return other
     there = _available(config, setup, gpus)
-    model = Formula(run_shape(config))
+    model = run_model(config, setup)
     for words, changed in _changes(config, setup, model):
         try:
             plan = plan_decided(model, changed, _room(config, changed, there))

@@ -149,14 +149,9 @@ def table(rows: list[list[str]], styles: Sequence[str], paint: Paint, words: Seq
         cells = [_split(cell, widths[at]) if at in words else [cell] for at, cell in enumerate(row)]
         for number in range(max(map(len, cells))):
             parts = [cell[number] if number < len(cell) else "" for cell in cells]
-            text = (
-                (" " * gap)
-                .join(
-                    part.ljust(width) if at in words else part.rjust(width)
-                    for at, (part, width) in enumerate(zip(parts, widths, strict=True))
-                )
-                .rstrip()
-            )
+            sized = enumerate(zip(parts, widths, strict=True))
+            aligned = (part.ljust(width) if at in words else part.rjust(width) for at, (part, width) in sized)
+            text = (" " * gap).join(aligned).rstrip()
             lines.append(paint(text, fg=style.split()[0], bold="bold" in style) if style else text)
     return lines
 

@@ -128,7 +128,10 @@ def unplanned(name: str, model: Model | None, hardware: Hardware, notes: Sequenc
 
 
 def _max(largest: Largest, budget: Budget | None) -> dict[str, Any]:
-    grown, over = largest.dimensions, largest.next
+    grown, over = largest.dimensions, None
+    if largest.next is not None:
+        following = _candidate(largest.next, largest.next_model or largest.model, budget)
+        over = {"value": largest.next_value, **following}
     return {
         "kind": largest.kind,
         "value": largest.value or None,
@@ -136,9 +139,7 @@ def _max(largest: Largest, budget: Budget | None) -> dict[str, Any]:
         "model_states_parameters": largest.count,
         "shape": grown,
         "margin": MARGIN,
-        "next": None
-        if over is None
-        else {"value": largest.next_value, **_candidate(over, largest.next_model or largest.model, budget)},
+        "next": over,
         "end": largest.end or None,
     }
 

@@ -78,21 +78,18 @@ def median(steps: Sequence[Measured]) -> Measured:
 
 def differences(measured: Measured, planned: Measured) -> Iterator[tuple[float, str]]:
     """Yield (how much, in words) for whatever differs from the plan by more than `TOLERANCE`."""
-    rows = [
-        (f"{words} is busy", measured.busy.get(n, 0.0), planned.busy.get(n, 0.0)) for n, (_, words) in LINKS.items()
-    ]
-    rows += [
-        ("compute takes", measured.computing, planned.computing),
-        ("a step takes", measured.seconds, planned.seconds),
-    ]
-    for words, now, then in rows:
-        if max(now, then) > MATTERS * measured.seconds and abs(now - then) > TOLERANCE * then:
-            difference = abs(now - then) / measured.seconds
-            yield difference, f"{words} {format_seconds(now)}, {format_seconds(then)} planned"
+    now, then = measured.busy, planned.busy
+    rows = [(f"{words} is busy", now.get(name, 0.0), then.get(name, 0.0)) for name, (_, words) in LINKS.items()]
+    rows.append(("compute takes", measured.computing, planned.computing))
+    rows.append(("a step takes", measured.seconds, planned.seconds))
+    for words, took, expected in rows:
+        if max(took, expected) > MATTERS * measured.seconds and abs(took - expected) > TOLERANCE * expected:
+            difference = abs(took - expected) / measured.seconds
+            yield difference, f"{words} {format_seconds(took)}, {format_seconds(expected)} planned"
     for tier, room in measured.rooms.items():
-        then = planned.rooms.get(tier, 0)
-        if then and abs(room - then) > TOLERANCE * then:
-            yield abs(room - then) / then, f"{WORDS[tier]} {format_bytes(room)}, {format_bytes(then)} planned"
+        there = planned.rooms.get(tier, 0)
+        if there and abs(room - there) > TOLERANCE * there:
+            yield abs(room - there) / there, f"{WORDS[tier]} {format_bytes(room)}, {format_bytes(there)} planned"
 
 
 class StepWindows:
@@ -205,10 +202,8 @@ def planned_steps(candidate: Candidate, model: Model, hardware: Hardware) -> Mea
     """Return what steps of a candidate should measure on this machine."""
     timed = candidate.estimate
     assert timed is not None
-    busy = {name: timed.parts.get(name, 0.0) for name in LINKS}
-    return Measured(
-        timed.seconds, _computing(model, candidate.setup, hardware), busy, rooms_of(hardware, candidate.setup)
-    )
+    busy, setup = {name: timed.parts.get(name, 0.0) for name in LINKS}, candidate.setup
+    return Measured(timed.seconds, _computing(model, setup, hardware), busy, rooms_of(hardware, setup))
 
 
 def rooms_of(hardware: Hardware, setup: Setup) -> dict[str, int]:

@@ -132,6 +132,10 @@ def find(kind: str, model: Model, search: Search, count: int, *, whole: int = 0)
     return _largest_number(kind, at, search, count, values, end)
 
 
+At = Callable[[int, Setup], tuple[Model, Setup]]
+"""The model and the setup with a batch or sequence."""
+
+
 # -- batch and sequence ------------------------------------------------------------------------------------------------
 
 
@@ -144,14 +148,7 @@ def _batches(setup: Setup, whole: int) -> tuple[Sequence[int], str]:
     return found, f"train.global_batch={whole} is no more for {setup.dp} data-parallel ranks"
 
 
-def _largest_number(
-    kind: str,
-    at: Callable[[int, Setup], tuple[Model, Setup]],
-    search: Search,
-    count: int,
-    values: Sequence[int],
-    end: str,
-) -> Largest:
+def _largest_number(kind: str, at: At, search: Search, count: int, values: Sequence[int], end: str) -> Largest:
     """Return the largest of the values with which any setup fits."""
     tried = list(lightest_setups(search.setup, sorted(search.stages), search.offload))
 

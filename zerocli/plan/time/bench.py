@@ -101,12 +101,12 @@ def _remember(key: str, result: Any) -> None:
         say(f"note: {target} cannot be written: this is measured again next time")
 
 
-UNITS = (
-    dict.fromkeys(("products", "bf16", "fp16"), "TFLOPS")
-    | {"adam": "billion parameters/s"}
-    | dict.fromkeys(HOST, "s per block")
-)
-UNITS |= {"host_chunk": "s per chunk of an update", "host_transfer": "s per transfer of a chunk"}
+UNITS = dict.fromkeys(("products", "bf16", "fp16"), "TFLOPS") | dict.fromkeys(HOST, "s per block")
+UNITS |= {
+    "adam": "billion parameters/s",
+    "host_chunk": "s per chunk of an update",
+    "host_transfer": "s per transfer of a chunk",
+}
 """Units of measured rates and times; all others are in GB/s."""
 
 

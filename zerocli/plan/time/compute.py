@@ -154,15 +154,10 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
         # once; the input's gradient is written, and added to the layer's.
         there, again = there + (inputs + 2 * outputs) / tp, again + (5 * inputs + 2 * outputs) / tp
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
-    return (
-        Work(products * tokens, attention * tokens, there * factor, host=host.block * HOST_FORWARD * _hosted(setup)),
-        Work(
-            (1 + trained) * products * tokens,
-            attention * tokens * BACKWARD_OPS,
-            again * factor,
-            host=host.block * (1 - HOST_FORWARD) * _hosted(setup),
-        ),
-    )
+    hosted, later = (host.block * share * _hosted(setup) for share in (HOST_FORWARD, 1 - HOST_FORWARD))
+    both, attended = (1 + trained) * products * tokens, attention * tokens * BACKWARD_OPS
+    forward = Work(products * tokens, attention * tokens, there * factor, host=hosted)
+    return forward, Work(both, attended, again * factor, host=later)
 
 
 def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:

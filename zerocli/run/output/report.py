@@ -21,7 +21,7 @@ from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.codecs import CODECS
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
-from zerocli.models.lora import unadapted
+from zerocli.models.packed_adapters import unadapted
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
@@ -107,13 +107,13 @@ def _trained(config: Config, engine: Engine) -> list[str]:
     )
     if not lora.rank:
         return [f"frozen: {', '.join(config.train.freeze)}; {share}"]
-    factor = f"alpha {lora.alpha or 2 * lora.rank:g}" + (", rslora" if lora.rslora else "")
-    if lora.dora:  # docs/fit.md
-        factor += ", dora (what it computes beside is not in this run's plan; `zerocli fit` counts it)"
+    rank, alpha = (f" ({', '.join(each)})" if each else "" for each in (lora.rank_pattern, lora.alpha_pattern))
+    factor = f"{lora.rank}{rank}, alpha {lora.alpha or 2 * lora.rank:g}{alpha}"
+    factor += (", rslora" if lora.rslora else "") + (", dora" if lora.dora else "")
     plain = unadapted(engine.model)
     without = f"; {count_of(len(plain), 'packed tensor')} of experts without one" if plain else ""
     stored = f"; the base's blocks are stored as {lora.base}" if lora.base in CODECS else ""
-    return [f"adapters: rank {lora.rank}, {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
+    return [f"adapters: rank {factor}, on {', '.join(lora.targets)}; {share}{without}{stored}"]
 
 
 def _vocabulary(config: Config, engine: Engine) -> list[str]:

@@ -3,8 +3,8 @@
 A rank whose heartbeats continue is alive, one that has begun fewer collectives has not arrived, and one that exited
 cleanly has published the reason.
 
-[Note: heartbeats of many ranks] A rank writes its heartbeat to its host's board, which is memory. Of the ranks of a
-host the first that is alive publishes all of the board as one record in the ranks' store: one message per host and
+[Note: heartbeats of many ranks] A rank writes its heartbeat to a slot of its host, which is memory. Of the ranks of a
+host the first that is alive publishes all of the slots as one record in the ranks' store: one message per host and
 interval. Of ranks that ask at the same time one reads the records, and publishes what it found in few words; the others
 read that. So no rank sends or reads more in a larger job, and a rank whose host's first rank is gone is still heard.
 """
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from zerocli.ranks.store import read_all
 from zerocli.ranks.words import by_words, named, ranks_of, runs, said_of
 from zerocli.ranks.worker import within
-from zerocli.run.processes import board as boards
+from zerocli.run.processes import shared_slots
 from zerocli.run.processes.rank_loss import PATIENCE_SECONDS
 
 T = TypeVar("T")
@@ -71,10 +71,10 @@ class Heartbeats:
         self, rank: int, ranks: Sequence[int], store: Any | None = None, interval: float = 1.0, host: str = ""
     ) -> None:
         self.rank, self.ranks, self._interval = rank, tuple(ranks), interval
-        self._cards = _job_store() if store is None else store
-        self._store = dist.PrefixStore("zerocli-beats", self._cards)
-        self._host = host or boards.host_name()
-        self._board: boards.Board | None = None
+        self._job = _job_store() if store is None else store
+        self._store = dist.PrefixStore("zerocli-beats", self._job)
+        self._host = host or shared_slots.host_name()
+        self._slots: shared_slots.SharedSlots | None = None
         self._slot = 0
         self.gone = False
         """Whether the store is gone; it is not queried again, as torch logs long warnings each time."""
@@ -93,26 +93,26 @@ class Heartbeats:
         Last words are published at once.
         """
         with contextlib.suppress(Exception):
-            if self._board is None:
+            if self._slots is None:
                 self._reach(self._join)
-            assert self._board is not None
+            assert self._slots is not None
             beat = replace(beat, doing=beat.doing[:MOST_WORDS], alone=beat.alone[:MOST_WORDS])
-            self._board.write(self._slot, json.dumps([self.rank, asdict(beat)]))
-            here = self._read_board()
+            self._slots.write(self._slot, json.dumps([self.rank, asdict(beat)]))
+            here = self._read_beats()
             if beat.ended or self.rank == self._publisher(here, beat.time):
                 record = json.dumps({rank: asdict(each) for rank, each in here.items()})
                 self._reach(lambda: self._store.set(f"record/{self._host}", record))
 
     def _join(self) -> None:
-        self._host, self._board, self._slot = boards.join(self._store, self._host)
+        self._host, self._slots, self._slot = shared_slots.join(self._store, self._host)
         if self._slot == 0:
             self._store.set(f"record/{self._host}", "{}")
             self._store.set(f"host/{self._store.add('hosts', 1) - 1}", self._host)
 
-    def _read_board(self) -> dict[int, Heartbeat]:
-        assert self._board is not None
+    def _read_beats(self) -> dict[int, Heartbeat]:
+        assert self._slots is not None
         found = {}
-        for text in self._board.read():
+        for text in self._slots.read():
             with contextlib.suppress(ValueError, TypeError):
                 rank, beat = json.loads(text)
                 found[int(rank)] = Heartbeat(**beat)
@@ -209,17 +209,17 @@ class Heartbeats:
         first = within(PATIENCE_SECONDS, lambda: self._reach(lambda: self._store.compare_set(key, "", mine).decode()))
         if first not in (mine, None):
             return False
-        # On the board too, as the store may be gone when the next rank asks.
-        return self._board is None or self._board.claim() or first == mine
+        # In the slots too, as the store may be gone when the next rank asks.
+        return self._slots is None or self._slots.claim() or first == mine
 
     def places(self, ranks: Sequence[int]) -> str:
         """Return on which nodes ranks are, in words, from what they have said of themselves at the start."""
 
         def ask() -> dict[int, str]:
-            keys = {rank: card_key(rank) for rank in ranks[:MOST_PLACES]}
-            there = {rank: key for rank, key in keys.items() if self._cards.check([key])}
-            cards = read_all(self._cards, list(there.values()))
-            return {rank: json.loads(card)["host"] for rank, card in zip(there, cards, strict=True)}
+            keys = {rank: info_key(rank) for rank in ranks[:MOST_PLACES]}
+            there = {rank: key for rank, key in keys.items() if self._job.check([key])}
+            infos = read_all(self._job, list(there.values()))
+            return {rank: json.loads(info)["host"] for rank, info in zip(there, infos, strict=True)}
 
         hosts = by_words(within(PATIENCE_SECONDS, lambda: self._reach(ask)) or {})
         return "".join(
@@ -227,8 +227,8 @@ class Heartbeats:
         )
 
 
-def card_key(rank: int) -> str:
-    """Return the key of a rank's card: see `nodes.py`."""
+def info_key(rank: int) -> str:
+    """Return the key of a rank's `RankInfo`."""
     return f"nodes/card/{rank}"
 
 

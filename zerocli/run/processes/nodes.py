@@ -1,7 +1,7 @@
 """The nodes of a run, compared at its start: what is wrong between them is one message on rank 0, with their names.
 
 Ranks with another version of zerocli or torch come here too, so the keys and the form of what is exchanged must not
-change. Every rank writes one card; rank 0 reads all of them at once, and writes one verdict for all.
+change. Every rank writes one `RankInfo`; rank 0 reads all of them at once, and answers all with one `Findings`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from zerocli.errors import USAGE, ShownElsewhere, UserError
 from zerocli.layout.shards import nearest_divisor
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.ranks.startup import STARTUP
-from zerocli.run.processes.heartbeats import card_key
+from zerocli.run.processes.heartbeats import info_key
 
 CLOCK_SECONDS = 10.0
 """Clocks further apart are reported: torchrun takes a node whose clock is 15 s behind for one that is gone."""
@@ -57,7 +57,7 @@ OWN_TO_A_NODE = frozenset(
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What a rank says of itself and its node."""
 
     host: str
@@ -76,16 +76,16 @@ class Card:
     refused: Sequence[Any] = ()
     """(message, hint, exit code) of the node's own comparison with the plan, if that refused the run."""
     config_key: str = ""
-    """The key under which the store has `config`, which is then not sent with the card."""
+    """The key under which the store has `config`, which is then not sent with the info."""
 
     @classmethod
-    def read(cls, text: bytes) -> Card:
-        """Return the card of a rank whose version may have other fields."""
+    def read(cls, text: bytes) -> RankInfo:
+        """Return the info of a rank whose version may have other fields."""
         return cls(**{name: value for name, value in json.loads(text).items() if name in cls.__dataclass_fields__})
 
 
 @dataclass
-class Verdict:
+class Findings:
     """What rank 0 finds: problems as (fact, hint), of which any ends the run, and notes."""
 
     problems: list[tuple[str, str]] = field(default_factory=list)
@@ -115,30 +115,30 @@ class Nodes:
             began = now()
             if self.rank == 0:
                 self._store.set("nodes/file", self._leave_file(stack))
-            card = self._card(refused, self._store.get("nodes/file").decode())
-            self._store.set(card_key(self.rank), json.dumps(asdict(self._with_config_in_store(card))))
+            info = self._own_info(refused, self._store.get("nodes/file").decode())
+            self._store.set(info_key(self.rank), json.dumps(asdict(self._with_config_in_store(info))))
             if self.rank:
-                verdict = Verdict(**json.loads(self._store.get("nodes/verdict")))
-                if verdict.problems:
+                findings = Findings(**json.loads(self._store.get("nodes/verdict")))
+                if findings.problems:
                     self._store.set(f"nodes/read/{self.rank}", "")
-                    raise verdict.error(ShownElsewhere)
+                    raise findings.error(ShownElsewhere)
                 return ()
-            keys = [card_key(rank) for rank in range(self.world)]
-            cards = self._with_configs([Card.read(each) for each in self._store.multi_get(keys)])
-            verdict = judge(cards, self._config, self._options, (began, now()))
-            self._store.set("nodes/verdict", json.dumps(asdict(verdict)))
-        if verdict.problems:
+            keys = [info_key(rank) for rank in range(self.world)]
+            infos = self._with_configs([RankInfo.read(each) for each in self._store.multi_get(keys)])
+            findings = judge(infos, self._config, self._options, (began, now()))
+            self._store.set("nodes/verdict", json.dumps(asdict(findings)))
+        if findings.problems:
             with contextlib.suppress(dist.DistStoreError):
                 everyone = [f"nodes/read/{rank}" for rank in range(1, self.world)]
                 self._store.wait(everyone, datetime.timedelta(seconds=READ_SECONDS))
-            raise verdict.error(UserError)
-        for note in verdict.notes:
+            raise findings.error(UserError)
+        for note in findings.notes:
             say(f"note: {note}")
-        return tuple(card.host for card in cards)
+        return tuple(info.host for info in infos)
 
-    def _card(self, refused: UserError | None, file: str) -> Card:
+    def _own_info(self, refused: UserError | None, file: str) -> RankInfo:
         first = os.environ.get("LOCAL_RANK", "0") == "0"
-        return Card(
+        return RankInfo(
             here(),
             int(os.environ.get("LOCAL_RANK", self.rank)),
             int(os.environ.get("LOCAL_WORLD_SIZE", self.world)),
@@ -151,19 +151,19 @@ class Nodes:
             () if refused is None else (str(refused), refused.hint, refused.exit_code),
         )
 
-    def _with_config_in_store(self, card: Card) -> Card:
-        """Return the card with the key of its config, which only the first of those who have it need to write."""
-        text = json.dumps(card.config)
+    def _with_config_in_store(self, info: RankInfo) -> RankInfo:
+        """Return the info with the key of its config, which only the first of those who have it need to write."""
+        text = json.dumps(info.config)
         key = f"nodes/config/{hashlib.sha256(text.encode()).hexdigest()[:32]}"
         if not self._store.check([key]):
             self._store.set(key, text)
-        return replace(card, config={}, config_key=key)
+        return replace(info, config={}, config_key=key)
 
-    def _with_configs(self, cards: Sequence[Card]) -> list[Card]:
-        """Return cards with their configs; equal ones share one."""
-        keys = dict.fromkeys(card.config_key for card in cards if card.config_key)
+    def _with_configs(self, infos: Sequence[RankInfo]) -> list[RankInfo]:
+        """Return infos with their configs; equal ones share one."""
+        keys = dict.fromkeys(info.config_key for info in infos if info.config_key)
         known = {key: json.loads(self._store.get(key)) for key in keys}
-        return [replace(card, config=known[card.config_key]) if card.config_key else card for card in cards]
+        return [replace(info, config=known[info.config_key]) if info.config_key else info for info in infos]
 
     def _leave_file(self, stack: contextlib.ExitStack) -> str:
         """Make a file in the run folder for the others to look for, if they are to share it; return its path.
@@ -244,27 +244,27 @@ def look_for(path: str) -> str:
 # -- what rank 0 finds ------------------------------------------------------------------------------------------------
 
 
-def judge(cards: Sequence[Card], config: Config, options: RunOptions, read: tuple[float, float]) -> Verdict:
-    """Return what is wrong between the ranks' nodes; rank 0 began and ended to read their cards at the times `read`."""
+def judge(infos: Sequence[RankInfo], config: Config, options: RunOptions, read: tuple[float, float]) -> Findings:
+    """Return what is wrong between the ranks' nodes; rank 0 began and ended to read their infos at the times `read`."""
     chosen = bool(options.auto) or config.activations.policy == AUTO
-    groups = (*_groups(cards, config), *(_sizes(cards) if chosen else ()))
-    found = Verdict([*_places(cards), *_alike(cards), *_folders(cards, os.path.abspath(options.run_dir)), *groups])
-    if refused := [card for card in cards if card.refused]:
+    groups = (*_groups(infos, config), *(_sizes(infos) if chosen else ()))
+    found = Findings([*_places(infos), *_alike(infos), *_folders(infos, os.path.abspath(options.run_dir)), *groups])
+    if refused := [info for info in infos if info.refused]:
         found.code = USAGE if found.problems else refused[0].refused[2]
-        found.problems += [(f"{_nodes([card.host])}: {card.refused[0]}", card.refused[1]) for card in refused]
-    found.notes += [*_unequal(cards), *_clocks(cards, *read)]
+        found.problems += [(f"{_nodes([info.host])}: {info.refused[0]}", info.refused[1]) for info in refused]
+    found.notes += [*_unequal(infos), *_clocks(infos, *read)]
     return found
 
 
 Problem = tuple[str, str]
 
 
-def _places(cards: Sequence[Card]) -> Iterator[Problem]:
+def _places(infos: Sequence[RankInfo]) -> Iterator[Problem]:
     """Yield nodes that have fewer ranks than their launcher says."""
     promised: dict[str, int] = {}
-    for card in cards:
-        promised[card.host] = max(card.local_world, promised.get(card.host, 0))
-    counts = Counter(card.host for card in cards)
+    for info in infos:
+        promised[info.host] = max(info.local_world, promised.get(info.host, 0))
+    counts = Counter(info.host for info in infos)
     for host, said in promised.items():
         if said > (there := counts[host]):
             yield (
@@ -274,87 +274,87 @@ def _places(cards: Sequence[Card]) -> Iterator[Problem]:
             return  # all nodes have the same launcher
 
 
-def _alike(cards: Sequence[Card]) -> Iterator[Problem]:
+def _alike(infos: Sequence[RankInfo]) -> Iterator[Problem]:
     """Yield what must be equal and is not: versions, or else the config, of which versions have other keys."""
     alike = True
-    for name in cards[0].versions:
-        if words := differing((card.host, card.versions.get(name)) for card in cards if card.versions):
+    for name in infos[0].versions:
+        if words := differing((info.host, info.versions.get(name)) for info in infos if info.versions):
             alike = False
             yield f"nodes have different versions of {name}: {words}", "one environment for all nodes"
-    configs = list({id(card.config): card.config for card in cards}.values()) if alike else []
+    configs = list({id(info.config): info.config for info in infos}.values()) if alike else []
     for key in dict.fromkeys(key for config in configs for key in config):
         texts = {id(config): json.dumps(config.get(key)) for config in configs}
-        if words := differing((card.host, texts[id(card.config)]) for card in cards if len(set(texts.values())) > 1):
+        if words := differing((info.host, texts[id(info.config)]) for info in infos if len(set(texts.values())) > 1):
             yield f"{key} differs between ranks: {words}", "the same command and config on all nodes"
 
 
-def _folders(cards: Sequence[Card], run_dir: str) -> Iterator[Problem]:
-    if apart := [card for card in cards if card.folder]:
+def _folders(infos: Sequence[RankInfo], run_dir: str) -> Iterator[Problem]:
+    if apart := [info for info in infos if info.folder]:
         yield (
-            f"the run folder {run_dir} is not shared: {_nodes(card.host for card in apart)} cannot see the file that "
-            f"rank 0 wrote there on {_nodes([cards[0].host])} ({apart[0].folder})",
+            f"the run folder {run_dir} is not shared: {_nodes(info.host for info in apart)} cannot see the file that "
+            f"rank 0 wrote there on {_nodes([infos[0].host])} ({apart[0].folder})",
             "--run-dir with a folder that all nodes share; or --save-every never, which writes on rank 0 alone",
         )
 
 
-def _groups(cards: Sequence[Card], config: Config) -> Iterator[Problem]:
+def _groups(infos: Sequence[RankInfo], config: Config) -> Iterator[Problem]:
     """Yield groups of neighbouring ranks that do not fit into nodes."""
     parallel, wrong = config.parallel, False
-    hosts = {card.local_world: card.host for card in reversed(cards)}
+    hosts = {info.local_world: info.host for info in reversed(infos)}
     for local, host in hosts.items():
         try:
-            refuse_shard_ranks(parallel, len(cards), local)
+            refuse_shard_ranks(parallel, len(infos), local)
         except UserError as error:
             wrong = True
             yield f"{_nodes([host])}: {error}", error.hint
     each, size = math.gcd(*hosts), parallel.shard_ranks * parallel.tp
-    if across := _crossing(cards, parallel.tp):
+    if across := _crossing(infos, parallel.tp):
         yield f"--tp {parallel.tp} would split layers between {across}", f"--tp {nearest_divisor(parallel.tp, each)}"
-    elif not wrong and 0 < size <= each and (across := _crossing(cards, size)):
+    elif not wrong and 0 < size <= each and (across := _crossing(infos, size)):
         yield (
             f"--shard-ranks {parallel.shard_ranks} would partition between {across}",
             "ranks of a node as neighbours: srun --distribution=block",
         )
 
 
-def _sizes(cards: Sequence[Card]) -> Iterator[Problem]:
+def _sizes(infos: Sequence[RankInfo]) -> Iterator[Problem]:
     """Yield nodes with different numbers of ranks, for which nothing can be chosen: a plan is of equal nodes."""
-    if words := differing((card.host, str(card.local_world)) for card in cards):
+    if words := differing((info.host, str(info.local_world)) for info in infos):
         yield (
             f"nodes have different numbers of ranks ({words}), and what is chosen automatically is for equal ones",
             "--stage, --offload and --set activations.policy=recompute instead of --auto",
         )
 
 
-def _crossing(cards: Sequence[Card], size: int) -> str:
+def _crossing(infos: Sequence[RankInfo], size: int) -> str:
     """Return the first group of `size` neighbouring ranks that is not on one node, in words."""
-    for start in range(0, len(cards), size):
-        hosts = [card.host for card in cards[start : start + size]]
+    for start in range(0, len(infos), size):
+        hosts = [info.host for info in infos[start : start + size]]
         if len(set(hosts)) > 1:
             return f"{_nodes(hosts)} (ranks {start} to {start + size - 1})"
     return ""
 
 
-def _unequal(cards: Sequence[Card]) -> Iterator[str]:
+def _unequal(infos: Sequence[RankInfo]) -> Iterator[str]:
     """Yield what nodes differ in, of which the least decides."""
-    if words := differing((card.host, card.gpu or "no GPU") for card in cards):
+    if words := differing((info.host, info.gpu or "no GPU") for info in infos):
         yield f"GPUs differ: {words}; plans are for the least, and every step takes as long as on the slowest"
-    if words := differing((card.host, str(card.local_world)) for card in cards):
+    if words := differing((info.host, str(info.local_world)) for info in infos):
         yield f"nodes have different numbers of ranks: {words}"
-    most = max(card.memory for card in cards)
-    if min(card.memory for card in cards) < SAME_MEMORY * most:
-        words = differing((card.host, format_bytes(card.memory)) for card in cards)
+    most = max(info.memory for info in infos)
+    if min(info.memory for info in infos) < SAME_MEMORY * most:
+        words = differing((info.host, format_bytes(info.memory)) for info in infos)
         yield f"host memory differs: {words}; plans are for the least"
 
 
-def _clocks(cards: Sequence[Card], began: float, ended: float) -> Iterator[str]:
-    """Yield clocks that differ from rank 0's: every card was written after `began` and before `ended`."""
-    apart = {card.host: max(card.clock - ended, 0.0) or min(card.clock - began, 0.0) for card in cards}
+def _clocks(infos: Sequence[RankInfo], began: float, ended: float) -> Iterator[str]:
+    """Yield clocks that differ from rank 0's: every info was written after `began` and before `ended`."""
+    apart = {info.host: max(info.clock - ended, 0.0) or min(info.clock - began, 0.0) for info in infos}
     if wrong := {host: seconds for host, seconds in apart.items() if abs(seconds) > CLOCK_SECONDS}:
         most = max(wrong.values(), key=abs)
         way = "ahead of" if most > 0 else "behind"
         yield (
-            f"the clock of {_nodes(wrong)} is at least {abs(most):.0f} s {way} that of {_nodes([cards[0].host])}: "
+            f"the clock of {_nodes(wrong)} is at least {abs(most):.0f} s {way} that of {_nodes([infos[0].host])}: "
             "times in logs do not agree, and torchrun's rendezvous may take a node for lost (try: chronyc tracking)"
         )
 

@@ -1,4 +1,4 @@
-"""The board of a host: one slot per rank, in memory that the ranks of one host share.
+"""Slots of a host, one per rank, in memory that the ranks of one host share.
 
 A rank writes its heartbeat there as often as it likes, without a message. The memory has no name in the file system:
 the rank that makes it tells the others of its host, through the ranks' store, where they can open it, and it is gone
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 SLOT_NBYTES = 2048
-NAME = "zerocli-board"
+NAME = "zerocli-slots"
 
 
-class Board:
+class SharedSlots:
     """Slots of text; each has one writer, and any rank of the host reads them all."""
 
     def __init__(self, fd: int, where: str = "") -> None:
@@ -30,8 +30,8 @@ class Board:
         """What `open` needs."""
 
     @classmethod
-    def make(cls) -> Board:
-        """Return a new board."""
+    def make(cls) -> SharedSlots:
+        """Return new slots."""
         name = f"{NAME}-{secrets.token_hex(8)}"
         if not hasattr(os, "memfd_create"):  # not Linux: no other rank opens it
             with tempfile.TemporaryFile() as file:
@@ -40,8 +40,8 @@ class Board:
         return cls(fd, f"{os.getpid()} {fd} {name}")
 
     @classmethod
-    def open(cls, where: str) -> Board | None:
-        """Return a board that another rank of this host made; None if it cannot be reached."""
+    def open(cls, where: str) -> SharedSlots | None:
+        """Return the slots that another rank of this host made; None if it cannot be reached."""
         with contextlib.suppress(OSError, ValueError):
             pid, number, name = where.split()
             path = f"/proc/{int(pid)}/fd/{int(number)}"
@@ -60,7 +60,7 @@ class Board:
         return [data[at : at + SLOT_NBYTES].decode(errors="replace").strip("\0 ") for at in cuts]
 
     def claim(self) -> bool:
-        """Return whether this is the first call on this board, by any rank of the host."""
+        """Return whether this is the first call on these slots, by any rank of the host."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # which can be added once
         except PermissionError:
@@ -82,16 +82,16 @@ def host_name() -> str:
     return f"{os.uname().nodename}/{os.getuid()}"
 
 
-def join(store: Any, host: str) -> tuple[str, Board, int]:
-    """Return this host's name in the store, its board, and this rank's slot; three messages to the store.
+def join(store: Any, host: str) -> tuple[str, SharedSlots, int]:
+    """Return this host's name in the store, its slots, and this rank's slot; three messages to the store.
 
     A rank that cannot share memory with the others of its host is a host of its own.
     """
-    made = Board.make()
-    where = store.compare_set(f"board/{host}", "", made.where or " ").decode()
+    made = SharedSlots.make()
+    where = store.compare_set(f"shared/{host}", "", made.where or " ").decode()
     if where == made.where:
         return host, made, _slot(store, host)
-    found = Board.open(where)
+    found = SharedSlots.open(where)
     if found is None:
         host = f"{host}/{secrets.token_hex(8)}"
         return host, made, _slot(store, host)
