@@ -62,9 +62,7 @@ def connecting_when_needed(environ: MutableMapping[str, str] = os.environ) -> It
             del environ[LAZY]
 
 
-def open_store(
-    rank: int, world: int, seconds: float = CONNECT_SECONDS, told: Callable[[], str] = never
-) -> dist.Store:
+def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS, told: Callable[[], str] = never) -> dist.Store:
     """Return the store of this run, hosted by rank 0 or torchrun, once all ranks have come to it.
 
     Wait at most `seconds` for it to come up, and as long for the ranks. `told` is as in `join_attempt`.

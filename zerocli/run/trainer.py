@@ -84,7 +84,11 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     config = with_open_batch(config, options, ranks_here()[0])
     traced = trace_factory(config, options.auto or ("offload.placement",) * (config.train.adapt is True))
     opened_before = dist.is_initialized()
-    watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir, watchdog.reports))
+    watchdog = Watchdog(
+        None,
+        config.train.watchdog,
+        lambda text: end_process(text, options.run_dir, watchdog.reports, watchdog.may_be_slow),
+    )
     try:
         with noting_signals(saves(config)), watchdog, STARTUP.reporting_to(options.events):
             hosts = join_ranks(config, options, watchdog, shared=saves(config) or options.resume)

@@ -45,6 +45,11 @@ def told() -> str:
     return signal.Signals(_noted[-1]).name if _noted else ""
 
 
+def was_told() -> bool:
+    """Return whether a saving signal was noted."""
+    return bool(_noted)
+
+
 def note_signals(saves: bool) -> dict[int, Any]:
     """From now on note SAVING_SIGNALS, if the run `saves`; return the handlers that were replaced.
 
