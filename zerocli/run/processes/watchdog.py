@@ -248,7 +248,7 @@ class Watchdog(threading.Thread):
         return found
 
     def _lost_here(self) -> str:
-        """Return which ranks of this host are gone, if this rank has waited for one of them in one thing for a while."""
+        """Return which ranks of this host are gone, if this rank has waited for one of them for a while."""
         beats, now = self._heartbeats, time.monotonic()
         gone = beats.gone_here() if beats is not None else {}
         waits = [oldest_open(axis.shared) for axis in self._together() if gone.keys() & set(axis.ranks)]
