@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from socket import gethostname
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from zerocli.errors import UserError
 from zerocli.ranks import attempts
 from zerocli.ranks.attempts import ToldToStop, join_attempt
+
+WORDS = "ended in its start: no such file"
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +115,26 @@ def test_a_rank_that_is_told_to_stop_when_all_have_come_goes_on(store):
         return "SIGTERM"
 
     assert attempts._arrive(store, 1, 2, 60.0, time.monotonic() + 60, told)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_rank_that_fails_before_it_comes_ends_those_that_wait_for_it(store, monkeypatch, failed):
+    """As on a node that lacks the config: torchrun tells the other nodes nothing."""
+    for name, value in {"RANK": failed, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(attempts, "_came", False)
+    if failed == 0:
+        store.add("zerocli/attempts", 0)
+        attempts.tell_failure("no such file")
+        assert store.get("zerocli/attempt-1/outcome") == f"rank 0 on node {gethostname()} {WORDS}".encode()
+        return
+    (waiting,) = start(store, 0, world=2)
+    store.get("zerocli/attempt-1/begun")
+    monkeypatch.setattr(attempts, "_came", False)
+    attempts.tell_failure("no such file")
+    with pytest.raises(UserError, match=f"rank 1 on node {gethostname()} {WORDS}"):
+        waiting.result(600)
 
 
 def test_a_rank_of_another_job_ends_and_the_job_whose_store_it_is_goes_on(store, monkeypatch):

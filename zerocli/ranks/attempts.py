@@ -15,6 +15,8 @@ change.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import os
 import socket
@@ -32,12 +34,75 @@ from zerocli.ranks.worker import job_name
 
 BEGUN, ALL_HERE, OUTCOME = "begun", "all-here", "outcome"
 COMPLETE, OVER = "complete", "over"
+FAILED = "ended in its start"
 NOTE_SECONDS = 10.0
 """How long a rank waits for the next attempt before it says why."""
 POLL_SECONDS, POLLS_PER_SECOND = 0.2, 4096
 """How often a rank looks for a value, and how often all of them may."""
 TOLD_SECONDS = 2.0
 """How long the others have to read why rank 0 ends: their store may end with it."""
+
+
+TELL_SECONDS = 20.0
+"""How long a rank that fails before it has come looks for the others."""
+
+_came = False
+"""Whether this rank has come to the others, which then see how it ends."""
+
+
+def tell_failure(message: str) -> None:
+    """Tell the ranks that wait for this one that it has ended, with a message, before it came to them.
+
+    The launcher of a machine ends the other ranks there; those on other machines would wait for long.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if _came or dist.is_initialized() or any(name not in os.environ for name in names):
+        return
+    rank, world, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank == 0 and not agent:
+        return  # the store would be this rank's
+    text = f"rank {rank} on node {socket.gethostname()} {FAILED}: {message}"
+    deadline, host = time.monotonic() + TELL_SECONDS, os.environ["MASTER_ADDR"]
+    with contextlib.suppress(RuntimeError, OSError):
+        while not answers(host, port, 1.0):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(POLL_SECONDS)
+        patience = datetime.timedelta(seconds=TELL_SECONDS)
+        store = dist.TCPStore(host, port, world, is_master=False, timeout=patience, wait_for_workers=False)
+        _tell(dist.PrefixStore("zerocli", store), rank, _mine(world), text, deadline)
+
+
+def _tell(store: dist.Store, rank: int, mine: Mapping[str, Any], text: str, deadline: float) -> None:
+    if rank == 0:
+        _attempt(store, store.add("attempts", 1)).set(BEGUN, json.dumps(mine | _this_process()))
+    while time.monotonic() < deadline:
+        attempt = _attempt(store, max(1, store.add("attempts", 0)))
+        if attempt.check([BEGUN]):
+            begun = json.loads(attempt.get(BEGUN))
+            if any(begun[key] != mine[key] for key in mine):
+                return
+            outcome = attempt.compare_set(OUTCOME, "", text).decode()
+            attempt.set(ALL_HERE, "")
+            if FAILED in outcome:
+                return
+        time.sleep(POLL_SECONDS)  # it is of an earlier start
+
+
+def answers(host: str, port: int, seconds: float) -> bool:
+    """Return whether something listens on a port."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=seconds):
+        return True
+    return False
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "process": os.getpid()}
+
+
+def _mine(world: int) -> dict[str, Any]:
+    return {"job": job_name() or os.environ.get("SLURM_JOB_ID", ""), "world": world}
 
 
 class ToldToStop(Exception):
@@ -58,12 +123,14 @@ def join_attempt(
     keys of earlier attempts. `told` says by what this rank was told to stop; then ToldToStop is raised, on all ranks
     that are there, unless all have come.
     """
+    global _came
+    _came = True
     told()
     store, deadline = dist.PrefixStore("zerocli", store), time.monotonic() + seconds
-    mine = {"job": job_name() or os.environ.get("SLURM_JOB_ID", ""), "world": world}
+    mine = _mine(world)
     number = store.add("attempts", int(rank == 0))
     if rank == 0:
-        about = json.dumps(mine | {"host": socket.gethostname(), "process": os.getpid()})
+        about = json.dumps(mine | _this_process())
         if number > 1:
             before = _attempt(store, number - 1)
             before.compare_set(BEGUN, "", about)  # if its rank 0 ended before it said so

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zerocli.console import say
 from zerocli.errors import FAILURE, UserError
-from zerocli.ranks.attempts import join_attempt, never
+from zerocli.ranks.attempts import answers, join_attempt, never
 from zerocli.ranks.worker import STORE_FD, free_port
 
 CONNECT_SECONDS = 300.0
@@ -84,7 +84,7 @@ def read_all(store: Any, keys: list[str]) -> list[bytes]:
 def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
     # torch tries once or twice, each for the full timeout, with long warnings, so we poll ourselves.
     deadline = time.monotonic() + patience.total_seconds()
-    while not _answers(host, port):
+    while not answers(host, port, CONNECT_SECONDS / 10):
         if time.monotonic() > deadline:
             raise UserError(
                 f"the rendezvous store ({host}, port {port}) did not come up within "
@@ -94,12 +94,6 @@ def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> 
             )
         time.sleep(RETRY_SECONDS)
     return dist.TCPStore(host, port, world, is_master=False, timeout=patience, wait_for_workers=False)
-
-
-def _answers(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_SECONDS / 10):
-        return True
-    return False
 
 
 def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
