@@ -76,7 +76,7 @@ def tell_failure(message: str) -> None:
 
 def _tell(store: dist.Store, rank: int, mine: Mapping[str, Any], text: str, deadline: float) -> None:
     if rank == 0:
-        _attempt(store, store.add("attempts", 1)).set(BEGUN, json.dumps(mine | _this_process()))
+        _attempt(store, store.add("attempts", 1)).set(BEGUN, json.dumps({**mine, **_this_process()}))
     while time.monotonic() < deadline:
         attempt = _attempt(store, max(1, store.add("attempts", 0)))
         if attempt.check([BEGUN]):
