@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from agents import kill_all, workers
 from lengths import ALL
-from runs import losses, train
+from runs import STUCK, Death, losses, train
 from torch._dynamo import callback
 
 from zerocli.checkpoint.folder import Folder
@@ -157,6 +157,16 @@ def test_a_signal_before_all_ranks_have_come_ends_those_that_wait(tmp_path):
     assert ended.codes == [PREEMPTED, -signal.SIGKILL], ended.said
     assert "rank 0 was told to stop (SIGTERM) before all ranks had come: no step was made" in ended.said[0]
     assert "rror" not in ended.said[0]
+
+
+@pytest.mark.long
+def test_a_rank_told_to_stop_in_its_start_does_not_wait_for_one_that_does_not_answer(tmp_path):
+    """A stopped process stands for one on another machine, which is not seen to be gone."""
+    where = "start opening the process group"
+    events, death = (Moments(tmp_path, 0, where, 1),), Death((1,), 1, where, signal.SIGSTOP)
+    ended = train(tmp_path / "run", *SETS, "train.watchdog=600", events=events, death=death, awaited=[0], seconds=300)
+    assert ended.codes == [1, STUCK], ended.said
+    assert "another rank was lost during opening the process group: rank 1 does not answer" in ended.said[0]
 
 
 @pytest.mark.long
