@@ -65,6 +65,8 @@ def draw_setup(seed: int, index: int) -> Setup:
     ]
     if world == 2 and draw.random() < 0.2:
         sets.append("parallel.tp=2")
+    elif stage and world > 1 and draw.random() < 0.3:
+        sets += ["parallel.shard_ranks=1", f"parallel.shard_states={draw.choice(['group', 'all', 'all'])}"]
     return Setup(world, tuple(sets))
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import secrets
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from socket import gethostname
 
 import pytest
 import torch.distributed as dist
 
 from zerocli.errors import UserError
 from zerocli.ranks import attempts
-from zerocli.ranks.attempts import join_attempt
+from zerocli.ranks.attempts import ToldToStop, join_attempt
+
+WORDS = "ended in its start: no such file"
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +38,12 @@ def start(store: dist.Store, *ranks: int, world: int, seconds: float = 60, lasts
     return [pool.submit(join, rank) for rank in ranks]
 
 
-def impatient(attempt: dist.Store, key: str, deadline: float, wait=attempts._get) -> bytes | None:
+def impatient(attempt: dist.Store, key: str, deadline: float, told, wait=attempts._get) -> bytes | None:
     """Wait for all ranks until rank 1 has come, for all else as usual."""
     if key != attempts.ALL_HERE:
-        return wait(attempt, key, deadline)
-    attempt.wait(["taken/1"])
+        return wait(attempt, key, deadline, told)
+    while attempt.add("here", 0) < 2:
+        time.sleep(0.01)
     return None
 
 
@@ -86,6 +91,50 @@ def test_a_rank_that_waits_in_an_attempt_without_its_rank_0_goes_on_with_the_nex
     with pytest.raises(TimeoutError):
         early[0].result(0.3)
     assert len(results(early + start(store, 0, world=2))) == 1
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_rank_that_is_told_to_stop_before_all_have_come_ends_those_that_are_there(store, told):
+    def word_to(rank: int) -> str:
+        return "SIGTERM" if rank == told and store.add("zerocli/attempt-1/here", 0) == 2 else ""
+
+    with ThreadPoolExecutor(2) as pool:
+        others = [
+            pool.submit(join_attempt, store.clone(), rank, 3, 60, True, lambda rank=rank: word_to(rank))
+            for rank in range(2)
+        ]
+    for future in others:
+        with pytest.raises(ToldToStop, match=rf"rank {told} was told to stop \(SIGTERM\) before all ranks had come"):
+            future.result()
+    assert len(results(start(store, 0, 1, 2, world=3))) == 1  # the next start
+
+
+def test_a_rank_that_is_told_to_stop_when_all_have_come_goes_on(store):
+    def told() -> str:
+        store.set("outcome", attempts.COMPLETE)  # by rank 0, which this rank has not heard of yet
+        return "SIGTERM"
+
+    assert attempts._arrive(store, 1, 2, 60.0, time.monotonic() + 60, told)
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_rank_that_fails_before_it_comes_ends_those_that_wait_for_it(store, monkeypatch, failed):
+    """As on a node that lacks the config: torchrun tells the other nodes nothing."""
+    for name, value in {"RANK": failed, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(attempts, "_came", False)
+    if failed == 0:
+        store.add("zerocli/attempts", 0)
+        attempts.tell_failure("no such file")
+        assert store.get("zerocli/attempt-1/outcome") == f"rank 0 on node {gethostname()} {WORDS}".encode()
+        return
+    (waiting,) = start(store, 0, world=2)
+    store.get("zerocli/attempt-1/begun")
+    monkeypatch.setattr(attempts, "_came", False)
+    attempts.tell_failure("no such file")
+    with pytest.raises(UserError, match=f"rank 1 on node {gethostname()} {WORDS}"):
+        waiting.result(600)
 
 
 def test_a_rank_of_another_job_ends_and_the_job_whose_store_it_is_goes_on(store, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fuzz.program import WIDTH, Alias, Block, Call, Event, Pass, Program, Rule, Second, Setting, Step
+from fuzz.program import WIDTH, WORLD, Alias, Block, Call, Event, Pass, Program, Rule, Second, Setting, Step
 from fuzz.rules import ELEMENTWISE, OTHERS, SECOND, TORCH
 
 KINDS = ("norm", "embedding", "gru", "conv", "scale", "complex", "ctx_attr")
@@ -23,7 +23,7 @@ CALLS = ("reuse", "unused", "raw", "detach", "aux", "inner", "checkpoint", "reen
 MODEL = ("mlp", "nested", "tied", "shared", "frozen", "adapted", "outside", "method", "returned_object")
 SETTINGS = ("stage0", "stage1", "stage2", "stage3", "cpu", "nvme", "budget", "buffers", "accumulate", "partial")
 SETTINGS += ("bf16", "mixed", "keep_fp32", "buckets", "clip", "adamw", "decay", "recompute", "class", "leaves", "list")
-SETTINGS += ("stale", "selective")
+SETTINGS += ("stale", "selective", "shard_ranks", "shard_states", "average")
 STATE = ("counter", "ema", "expanded", "strided", "batchnorm", "spectral", "attribute", "dropout", "random")
 RULES = ("torch_rule", "own_rule", "own_whole", "instance", "groups", "step_hook")
 ALIASES = ("view", "detached", "data_alias", "chunk", "transposed", "first_forward", "read_alias", "cached")
@@ -169,6 +169,8 @@ class _Drawing:
             offload = self.draw(st.sampled_from(BUDGETS[stage]))
         half = self.rarely("bf16", 8)
         units = self.of("default", ("class", "leaves", "list"), 2)
+        sizes = [size for size in range(1, WORLD) if WORLD % size == 0]
+        shard_ranks = self.draw(st.sampled_from(sizes)) if stage and self.rarely("shard_ranks", 3) else 0
         return Setting(
             stage=stage,
             offload=offload,
@@ -184,6 +186,9 @@ class _Drawing:
             recompute="selective" if self.rarely("selective", 6) else self.rarely("recompute"),
             units=units,
             chosen=(0, *((self.upto(3),) if self.upto(1) else ())) if units == "list" else (),
+            shard_ranks=shard_ranks,
+            shard_states="all" if shard_ranks and self.rarely("shard_states", 2) else "group",
+            average=0.5 if self.rarely("average", 4) else 0.0,
         )
 
     def block(self, setting: Setting, depth: int = 0) -> Block:

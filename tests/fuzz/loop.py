@@ -75,6 +75,10 @@ class Side(ABC):
     def state(self, rank: int) -> dict[str, Any]: ...
 
     @abstractmethod
+    def averaged(self, rank: int) -> dict[str, Any]:
+        """Update the average of the first model, and return its state."""
+
+    @abstractmethod
     def event(self, event: Event, step: int, number: int) -> None: ...
 
     @abstractmethod
@@ -129,6 +133,8 @@ def run_step(side: Side, at: int, step: Step) -> None:
     for rank in side.ranks:
         side.note(rank, "gradient norm", norm)
         read_aliases(side, rank)
+    for rank in side.ranks if side.program.setting.average and not side.program.uneven else ():
+        side.note(rank, "average", side.averaged(rank))
     if step.stale:
         side.begin(f"step {at} stale backward")
         rank = side.ranks[0]

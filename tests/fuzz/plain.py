@@ -21,7 +21,7 @@ from fuzz.rules import make_optimizer
 
 PLAIN = "plain"
 """Asks for this engine where a defect's name is expected."""
-NOT_OFFERED = frozenset(("bf16", "mixed", "keep_fp32", "stale", "hand_grad"))
+NOT_OFFERED = frozenset(("bf16", "mixed", "keep_fp32", "stale", "hand_grad", "average"))
 """Features of the engine that this one lacks."""
 
 

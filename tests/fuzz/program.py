@@ -6,10 +6,11 @@ is what it takes to fail. `repr` leaves defaults out and is Python that `parse` 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-WORLD = 2
+WORLD = int(os.environ.get("ZEROCLI_FUZZ_WORLD", "2"))
 WIDTH = 6
 ROWS = 3
 TOKENS = 7
@@ -135,6 +136,10 @@ class Setting(Plain):
     units: str = "default"
     """default, class (every block, the nested ones too), leaves (torch's own modules) or list (`chosen`)."""
     chosen: tuple[int, ...] = ()
+    shard_ranks: int = 0
+    shard_states: str = "group"
+    average: float = 0.0
+    """The decay of an EMA that is updated after each step; 0 is none."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -235,8 +240,9 @@ def second_program(program: Program) -> Program:
 def simplest_setting(program: Program) -> Program:
     """Return the program unsharded in all that must not change its numbers."""
     plain = replace(
-        program.setting, stage=0, offload="", gather_buffers=2, bucket_nbytes=1 << 16, recompute=False, reduce="fp32"
-    )
+        program.setting, stage=0, offload="", gather_buffers=2, bucket_nbytes=1 << 16, recompute=False, reduce="fp32",
+        shard_ranks=0, shard_states="group",
+    )  # fmt: skip
     return replace(program, setting=plain)
 
 

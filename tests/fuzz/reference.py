@@ -84,6 +84,12 @@ class Reference(Side):
                     _nudge(model)
         programs = [program, *([second_program(program)] if program.second else [])]
         self.nets = [Replicas(one, [models[i] for models in built]) for i, one in enumerate(programs)]
+        self.averages = {
+            id(p): p.detach().clone() for models in built for p in models[0].parameters() if p.requires_grad
+        }
+        """Of parameters that are or were trainable, by id."""
+        self.averaging: set[int] = set()
+        """Ranks that have averaged: the first time copies the parameters."""
         self.draws = any(kind in block.state for block in program.all_blocks for kind in RANDOM)
         self.generators: dict[int, tuple[torch.Tensor, Any]] = {}
         if self.draws:
@@ -146,6 +152,19 @@ class Reference(Side):
             for index, model in enumerate(self.models(rank))
             for name, value in model.state_dict().items()
         }
+
+    @torch.no_grad()
+    def averaged(self, rank: int) -> dict[str, Any]:
+        model, decay = self.models(rank)[0], self.program.setting.average
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for p in model.parameters():
+            if id(p) not in self.averages and p.requires_grad:
+                self.averages[id(p)] = p.detach().clone()
+            elif id(p) in self.averages:
+                self.averages[id(p)].lerp_(p, 1 - decay if rank in self.averaging else 1.0)
+        self.averaging.add(rank)
+        state = {name: self.averages.get(id(named.get(name)), value) for name, value in model.state_dict().items()}
+        return {name: value.float().numpy().copy() for name, value in state.items()}
 
     def must_refuse(self, what: str, operation: Callable[[], Any]) -> None:
         for rank in self.ranks:

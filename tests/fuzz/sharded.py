@@ -59,6 +59,8 @@ def shard(program: Program, model: nn.Module, nvme_path: str) -> Any:
         gather_buffers=setting.gather_buffers,
         reduce=setting.reduce,
         offload=setting.offload,
+        shard_ranks=setting.shard_ranks,
+        shard_states=setting.shard_states,
         nvme_path=(nvme_path,),
         staging_nbytes=1 << 20,
         read_ahead_nbytes=1 << 20,
@@ -83,6 +85,7 @@ class Sharded(Side):
         for one, model in zip(programs, self._models, strict=True):
             self.engines.append(PlainEngine(one, model) if plain else shard(one, model, nvme_path))
         self.engine = self.engines[0]
+        self.average = zerocli.EMA(self.engine, program.setting.average) if program.setting.average else None
         if plain and program.second and program.second.link in ("chained", "towers"):
             self.engine.partners = self.engines
         self.note(self.rank, "dtypes", {name: str(p.dtype) for name, p in self.model.named_parameters()})
@@ -120,6 +123,11 @@ class Sharded(Side):
             for index, engine in enumerate(self.engines)
             for name, value in engine.state_dict().items()
         }
+
+    def averaged(self, rank: int) -> dict[str, Any]:
+        assert self.average is not None
+        self.average.update()
+        return {name: value.float().numpy() for name, value in self.average.state_dict().items()}
 
     def close(self) -> None:
         for engine in self.engines:

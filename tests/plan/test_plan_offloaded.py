@@ -55,15 +55,21 @@ def planned(world: int, **setup: Any) -> Plan:
 OFFLOADS = ["nvme", "params=nvme,optimizer=cpu", "params=cpu,grads=cpu,optimizer=nvme"]
 
 
-PLACES = [*((512 << 20, offload) for offload in OFFLOADS), (1 << 20, "nvme")]
-"""Room for copies that are read ahead, for all of them or for few, and a placement."""
+ROOM, CHUNKS = 512 << 20, 512 << 20
+PLACES = [*((ROOM, offload, CHUNKS) for offload in OFFLOADS), (1 << 20, "nvme", CHUNKS)]
+PLACES += [(ROOM, "optimizer=nvme", 1 << 18), (ROOM, "optimizer=nvme", 160 << 10)]
+"""Room for copies that are read ahead, for all of them or for few, a placement, and memory for chunks of the update.
+
+Small chunks begin within pages of the disk.
+"""
 
 
 def _footprints(folder: str) -> list[tuple[int, int]]:
     """Return, for each room and placement, the bytes in RAM of the tiers' arenas, and those with staging."""
     found = []
-    for room, offload in PLACES:
-        engine = trained(stage=3, offload=offload, nvme_path=(folder,), read_ahead_nbytes=room)
+    for room, offload, chunks in PLACES:
+        common = {"read_ahead_nbytes": room, "staging_nbytes": chunks}
+        engine = trained(stage=3, offload=offload, nvme_path=(folder,), **common)
         arenas = [memory for tier in engine.tiers.opened() if tier.name == "dram" for memory in tier.host_memory()]
         found.append((sum(map(resident_nbytes, arenas)), places.footprint(engine)["dram"]))
         engine.close()
@@ -72,8 +78,8 @@ def _footprints(folder: str) -> list[tuple[int, int]]:
 
 def test_host_memory_of_disks_is_counted_as_it_is_taken(tmp_path):
     measured = run_ranks(2, _footprints, str(tmp_path))
-    for at, (room, offload) in enumerate(PLACES):
-        plan = planned(2, stage=3, offload=offload, read_ahead_nbytes=room)
+    for at, (room, offload, chunks) in enumerate(PLACES):
+        plan = planned(2, stage=3, offload=offload, read_ahead_nbytes=room, staging_nbytes=chunks)
         rows = [row for row in plan.rows if row.tier == "dram"]
         [staged] = [row for row in rows if "staging" in row.formula]
         host = sum(row.nbytes for row in rows if row.category != "runtime")
@@ -81,7 +87,7 @@ def test_host_memory_of_disks_is_counted_as_it_is_taken(tmp_path):
         # With room for few, what is read ahead fills its budget only as far as whole copies do.
         fewer = 0 if room > 1 << 20 else 2 * room // 4
         assert -fewer <= arenas - (host - staged.nbytes) <= 0, offload
-        assert mapped <= host, offload
+        assert mapped <= host and mapped - arenas <= staged.nbytes, offload
         assert staged.nbytes < 2 * (8 << 20), offload  # a small model's transfers use little of their buffers
 
 

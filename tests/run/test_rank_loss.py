@@ -28,12 +28,12 @@ SETS = ("zero.stage=3", "train.watchdog=3")
 @pytest.mark.parametrize(
     ("death", "during", "who"),
     [
-        (Death((1,), 24, "gather"), r"all_gather of parameters of \S+", "rank 1 does not answer"),
+        (Death((1,), 24, "gather"), r"all_gather of parameters of \S+", "rank 1 is gone"),
         pytest.param(
-            *(Death((1,), 14, "reduce"), r"(reduce_scatter of gradients|all_gather of parameters) of", "rank 1 does"),
+            *(Death((1,), 14, "reduce"), r"(reduce_scatter of gradients|all_gather of parameters) of", "rank 1 is"),
             marks=pytest.mark.long,
         ),
-        (Death((0,), 24, "gather"), r"all_gather of parameters of", "rank 0, which keeps the store"),
+        (Death((0,), 24, "gather"), r"all_gather of parameters of", "rank 0 is gone"),
     ],
     ids=["gather", "reduce", "rank 0"],
 )
@@ -55,8 +55,17 @@ def test_only_the_rank_that_was_lost_is_named_by_one_of_those_that_end_for_it(tm
     assert ended.codes == [1, -signal.SIGKILL, 1]
     said = ended.said[0] + ended.said[2]
     assert said.count("another rank was lost during") == 1 and "no checkpoint was written" in said
-    assert f"rank 1 is on node {socket.gethostname()}" in said and "rank 1 does not answer" in said
+    assert f"rank 1 is on node {socket.gethostname()}" in said and "rank 1 is gone" in said
     assert not re.search(r"rank [02] ", said) and "Traceback" not in said
+
+
+def test_a_rank_lost_in_its_start_is_found_by_its_process(tmp_path):
+    """Nothing else would tell those that wait for it in the store, long before the watchdog's limit."""
+    started, where = time.monotonic(), "opening the process group"
+    ended = train(tmp_path / "run", "train.watchdog=600", death=Death((1,), 1, f"start {where}"))
+    assert ended.codes == [1, -signal.SIGKILL], ended.said
+    assert re.search(rf"^error: another rank was lost during {where}: rank 1 is gone", ended.said[0], re.M), ended.said
+    assert "train.watchdog" not in ended.said[0] and time.monotonic() - started < 300
 
 
 def test_a_rank_lost_in_its_last_save_ends_the_run_with_what_is_saved(tmp_path):
@@ -64,7 +73,7 @@ def test_a_rank_lost_in_its_last_save_ends_the_run_with_what_is_saved(tmp_path):
     ended = train(tmp_path / "run", *SETS, "train.steps=2", death=Death((1,), 1, "checkpoint write"))
     assert ended.codes == [1, -signal.SIGKILL]
     message = ended.said[0].splitlines()[-2]
-    assert "another rank was lost during checkpoint of step 2: rank 1 does not answer" in message
+    assert "another rank was lost during checkpoint of step 2: rank 1 is gone" in message
     assert "no checkpoint was written" in message and "Traceback" not in ended.said[0]
 
 

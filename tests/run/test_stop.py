@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from agents import kill_all, workers
 from lengths import ALL
-from runs import losses, train
+from runs import STUCK, Death, losses, train
 from torch._dynamo import callback
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import read
 from zerocli.engine.events import Probe
 from zerocli.errors import PREEMPTED
+from zerocli.ranks import attempts, store
 
 STEPS, SAVED = 6, 3
 SETS = (f"checkpoint.every={SAVED}", "data.split=0.01", "train.eval_every=2", "train.eval_batches=3", "zero.stage=3")
@@ -27,6 +33,8 @@ LAG = 2
 UPDATES = STEPS - 1 - LAG
 """A signal after at most so many begun updates must stop the run before its last step."""
 NUM_MOMENTS = 30 if ALL else 16
+COMMAND = [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")]
+COMMAND += ["-m", "zerocli", "train", "tiny", "--steps", "1"]
 KINDS = ("start", "", "checkpoint", "")
 """Events at which the signal comes: stages of the start, anything (much of it evaluation), stages of the first save."""
 
@@ -126,6 +134,69 @@ def test_a_signal_after_the_last_step_changes_nothing(tmp_path, whole):
     ended = train(tmp_path / "run", *SETS, events=(Moments(tmp_path, 1, name, last),))
     assert ended.codes == [0, 0] and (tmp_path / "updates").read_text() == str(STEPS), ended.said
     assert losses(tmp_path / "run") == whole[0]
+
+
+def before_the_other_comes(rank: int, folder: str) -> str:
+    """Rank 1 dies before it has come to the store, and rank 0 is told to stop when it waits there."""
+    if rank == 1:
+        store._connect = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+    found = attempts._get
+
+    def get(*given: object) -> bytes | None:
+        if given[1] == attempts.ALL_HERE:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return found(*given)
+
+    attempts._get = get
+    return folder
+
+
+def test_a_signal_before_all_ranks_have_come_ends_those_that_wait(tmp_path):
+    """torchrun tells the others to stop when a rank has died, and kills them much later."""
+    ended = train(tmp_path / "run", *SETS, before=before_the_other_comes)
+    assert ended.codes == [PREEMPTED, -signal.SIGKILL], ended.said
+    assert "rank 0 was told to stop (SIGTERM) before all ranks had come: no step was made" in ended.said[0]
+    assert "rror" not in ended.said[0]
+
+
+@pytest.mark.long
+def test_a_rank_told_to_stop_in_its_start_does_not_wait_for_one_that_does_not_answer(tmp_path):
+    """A stopped process stands for one on another machine, which is not seen to be gone."""
+    where = "start opening the process group"
+    events, death = (Moments(tmp_path, 0, where, 1),), Death((1,), 1, where, signal.SIGSTOP)
+    ended = train(tmp_path / "run", *SETS, "train.watchdog=600", events=events, death=death, awaited=[0], seconds=300)
+    assert ended.codes == [1, STUCK], ended.said
+    assert "another rank was lost during opening the process group: rank 1 does not answer" in ended.said[0]
+
+
+@pytest.mark.long
+def test_torchrun_ends_in_seconds_when_a_rank_dies_before_it_has_come(tmp_path):
+    agent = subprocess.Popen(
+        [*COMMAND, "--set", f"checkpoint.every={SAVED}", "--run-dir", "run"],
+        cwd=tmp_path,
+        stderr=(tmp_path / "log").open("w"),
+        start_new_session=True,
+    )
+    try:
+        ranks: dict[bytes, int] = {}
+        while len(ranks) < 2:
+            for pid in workers(agent):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks |= {each: pid for each in variables if each.startswith(b"RANK=")}
+        first, last = ranks[b"RANK=0"], ranks[b"RANK=1"]
+        os.kill(last, signal.SIGSTOP)
+        while not caught(first) >> (signal.SIGTERM - 1) & 1:
+            time.sleep(0.05)
+        os.kill(last, signal.SIGKILL)
+        agent.wait(600)
+    finally:
+        kill_all([agent])
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 75", (tmp_path / "log").read_text())
+
+
+def caught(pid: int) -> int:
+    """The signals for which a process has handlers, as bits."""
+    return int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
 
 
 def in_a_compilation(rank: int, folder: str) -> str:

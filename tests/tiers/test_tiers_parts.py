@@ -163,6 +163,26 @@ def test_staging_reuses_the_buffer_that_was_used_as_far_before():
     assert asyncio.run(used()) == [4096 * (index == 0) or 1 << 19 for index in range(2)]
 
 
+def test_a_transfer_waits_for_a_buffer_that_is_lent_to_a_smaller_one():
+    """Otherwise another buffer would be used as far, and in time each: more than a plan of what is in flight."""
+
+    async def used() -> list[int]:
+        staging = Staging(3, 1 << 20, Registrar())
+
+        async def lend(nbytes: int, turns: int) -> None:
+            async with staging.buffer(nbytes) as pages:
+                pages.bytes[:nbytes] = 1
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+        await lend(1 << 19, 0)
+        for _ in range(3):
+            await asyncio.gather(*(lend(nbytes, 9) for nbytes in (4096, 4096, 1 << 19, 4096)))
+        return sorted(resident_nbytes(pages.bytes) for pages in staging.made)
+
+    assert asyncio.run(used()) == [4096, 1 << 19]
+
+
 # The registry
 
 

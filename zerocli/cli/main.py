@@ -178,10 +178,21 @@ def _fail(text: str, code: int, shown_elsewhere: bool = False) -> int:
     if _is_rank():
         from zerocli.ranks import worker
 
-        if worker.record_failure(text, code) or shown_elsewhere:
-            return code
+        if not (worker.record_failure(text, code) or shown_elsewhere):
+            console.say(text)
+        _tell_others(text)
+        return code
     console.say(text)
     return code
+
+
+def _tell_others(text: str) -> None:
+    """Tell ranks on other nodes that wait for this one in their start why it does not come."""
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")) == os.environ.get("WORLD_SIZE"):
+        return
+    from zerocli.ranks.attempts import tell_failure  # imports torch
+
+    tell_failure(text.splitlines()[0].removeprefix("error: "))
 
 
 def _wants_traceback() -> bool:

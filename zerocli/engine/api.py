@@ -15,6 +15,7 @@ from zerocli.engine.optimizer.rules import OptimizerChoice, keywords_of
 from zerocli.engine.recompute.compiled import tell_compiler
 from zerocli.engine.settings import Keywords, Settings
 from zerocli.errors import closest
+from zerocli.ranks.attempts import never
 from zerocli.ranks.store import CONNECT_SECONDS, open_store, stay_on_loopback
 
 
@@ -56,10 +57,11 @@ def open_process_group(
     device: torch.device | str | None = None,
     connect_seconds: float = CONNECT_SECONDS,
     met: Callable[[dist.Store], None] = lambda store: None,
+    told: Callable[[], str] = never,
 ) -> None:
     """Initialise the process group under torchrun, unless that was done already; a single process needs none.
 
-    `met` is called with the ranks' store once all of them have come to it.
+    `met` is called with the ranks' store once all of them have come to it; `told` is as in `join_attempt`.
     """
     if dist.is_initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return
@@ -72,6 +74,6 @@ def open_process_group(
         backend = "gloo" if shared else "nccl"  # NCCL refuses two ranks on one GPU
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stay_on_loopback()
-    store = open_store(rank, world, connect_seconds)
+    store = open_store(rank, world, connect_seconds, told)
     met(store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)

@@ -13,14 +13,14 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch.distributed as dist
 
 from zerocli.console import say
 from zerocli.errors import FAILURE, UserError
-from zerocli.ranks.attempts import join_attempt
+from zerocli.ranks.attempts import answers, join_attempt, never
 from zerocli.ranks.worker import STORE_FD, free_port
 
 CONNECT_SECONDS = 300.0
@@ -62,16 +62,16 @@ def connecting_when_needed(environ: MutableMapping[str, str] = os.environ) -> It
             del environ[LAZY]
 
 
-def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS) -> dist.Store:
+def open_store(rank: int, world: int, seconds: float = CONNECT_SECONDS, told: Callable[[], str] = never) -> dist.Store:
     """Return the store of this run, hosted by rank 0 or torchrun, once all ranks have come to it.
 
-    Wait at most `seconds` for it to come up, and as long for the ranks.
+    Wait at most `seconds` for it to come up, and as long for the ranks. `told` is as in `join_attempt`.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = (_serve if rank == 0 and not agent else _connect)(host, port, world, datetime.timedelta(seconds=seconds))
     store.set_timeout(datetime.timedelta(seconds=ANSWER_SECONDS))
-    return join_attempt(store, rank, world, seconds, lasts=agent)
+    return join_attempt(store, rank, world, seconds, lasts=agent, told=told)
 
 
 def read_all(store: Any, keys: list[str]) -> list[bytes]:
@@ -84,7 +84,7 @@ def read_all(store: Any, keys: list[str]) -> list[bytes]:
 def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
     # torch tries once or twice, each for the full timeout, with long warnings, so we poll ourselves.
     deadline = time.monotonic() + patience.total_seconds()
-    while not _answers(host, port):
+    while not answers(host, port, CONNECT_SECONDS / 10):
         if time.monotonic() > deadline:
             raise UserError(
                 f"the rendezvous store ({host}, port {port}) did not come up within "
@@ -94,12 +94,6 @@ def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> 
             )
         time.sleep(RETRY_SECONDS)
     return dist.TCPStore(host, port, world, is_master=False, timeout=patience, wait_for_workers=False)
-
-
-def _answers(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_SECONDS / 10):
-        return True
-    return False
 
 
 def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:

@@ -46,3 +46,11 @@ def by_words(facts: Mapping[int, str]) -> dict[str, list[int]]:
 def said_of(facts: Mapping[int, str], between: str = "; ") -> str:
     """Return what is true of which ranks, as one line."""
     return between.join(f"{named(ranks)} {words}" for words, ranks in by_words(facts).items())
+
+
+STOPPED = "was told to stop"
+
+
+def stopped(rank: int, signal_name: str) -> str:
+    """Return in words that a rank was told to stop too early to have anything to save."""
+    return f"rank {rank} {STOPPED} ({signal_name}) before all ranks had come: no step was made"

@@ -80,7 +80,11 @@ def work(config: Config, weights: Weights, asked: Asked, as_json: bool, run_dir:
     tell = say if int(os.environ.get("RANK", "0")) == 0 else (lambda text: None)
     starts = encode_prompts(config, weights, asked, codec, tell)
     config = with_window(config, weights, max(len(each.ids) + each.max_tokens for each in starts))
-    watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, run_dir, watchdog.reports))
+    watchdog = Watchdog(
+        None,
+        config.train.watchdog,
+        lambda text: end_process(text, run_dir, watchdog.reports, watchdog.may_be_slow),
+    )
     with watchdog:
         join_ranks(config, RunOptions(run_dir), watchdog, shared=False)
         rank = dist.get_rank() if dist.is_initialized() else 0

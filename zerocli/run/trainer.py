@@ -41,6 +41,7 @@ from zerocli.errors import FAILURE, OK, PREEMPTED, UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.plan.models.traced import Traced
 from zerocli.profile.observer import Observer
+from zerocli.ranks.attempts import ToldToStop, never
 from zerocli.ranks.loss import severed
 from zerocli.ranks.startup import STARTUP
 from zerocli.ranks.store import CONNECT_SECONDS
@@ -56,7 +57,7 @@ from zerocli.run.output import report
 from zerocli.run.processes import rank_loss
 from zerocli.run.processes.launch import JOB_FILE, open_files, saves
 from zerocli.run.processes.nodes import Nodes
-from zerocli.run.processes.preempt import noting_signals
+from zerocli.run.processes.preempt import noting_signals, told
 from zerocli.run.processes.watchdog import START_SECONDS, Watchdog, end_process
 from zerocli.run.recompute import (
     NOT_TRACED,
@@ -83,7 +84,11 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     config = with_open_batch(config, options, ranks_here()[0])
     traced = trace_factory(config, options.auto or ("offload.placement",) * (config.train.adapt is True))
     opened_before = dist.is_initialized()
-    watchdog = Watchdog(None, config.train.watchdog, lambda text: end_process(text, options.run_dir, watchdog.reports))
+    watchdog = Watchdog(
+        None,
+        config.train.watchdog,
+        lambda text: end_process(text, options.run_dir, watchdog.reports, watchdog.may_be_slow),
+    )
     try:
         with noting_signals(saves(config)), watchdog, STARTUP.reporting_to(options.events):
             hosts = join_ranks(config, options, watchdog, shared=saves(config) or options.resume)
@@ -91,6 +96,10 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
             first = "ZEROCLI_PARENT" not in os.environ and (not dist.is_initialized() or dist.get_rank() == 0)
             with lock_run_folder(options.run_dir) if first else contextlib.nullcontext():
                 return train_rank(config, options, observer or Observer(), watchdog, traced, hosts)
+    except ToldToStop as stop:
+        if os.environ.get("LOCAL_RANK") == "0":
+            say(str(stop))
+        return PREEMPTED
     except Corrupted as error:
         fact, hint = rank_loss.standing(options.run_dir)
         raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=FAILURE) from error
@@ -133,11 +142,12 @@ def join_ranks(config: Config, options: RunOptions, watchdog: Watchdog, shared: 
 
     try:
         with STARTUP.waiting("opening the process group"):
-            open_process_group(connect_seconds=patience, met=meet)
+            open_process_group(connect_seconds=patience, met=meet, told=told if saves(config) else never)
     except UserError:
         if options.refused is None or met:
             raise
         raise options.refused from None  # rank 0, which would show it, has not come
+    told()  # where the caller had opened the group
     if dist.is_initialized():  # opened by the caller before
         watchdog.connect(dist.get_rank(), dist.get_world_size())
     return hosts

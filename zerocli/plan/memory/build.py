@@ -253,8 +253,10 @@ def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, in
     return found
 
 
-Uses = list[tuple[list[int], int]]
-"""Of a tier object: sizes of transfers, and how many are in flight."""
+Transfer = tuple[int, ...]
+"""The most that a transfer uses of each of its staging buffers."""
+Uses = list[tuple[list[Transfer], int]]
+"""Of a tier object: transfers, and how many are in flight."""
 
 
 def _staging(setup: Setup, flats: Flats, disks: list[Uses]) -> int:
@@ -270,38 +272,63 @@ def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
         return []
     sizing = setup.sizing
 
-    def chunked(size: Callable[[FlatSpec, int], int]) -> list[int]:
-        """Return a size of each run of equal chunks that the update streams."""
+    def chunked(size: Callable[[FlatSpec, int], int]) -> list[Transfer]:
+        """Return the transfers of the chunks that the update streams, of equal ones as many as are in flight."""
 
-        def of(flat: FlatSpec) -> list[int]:
-            streamed = flat.trainable and flat.offloaded
-            return [size(flat, numel) for _, numel in chunk_runs(flat, sizing.chunk)] if streamed else []
+        def of(flat: FlatSpec) -> list[Transfer]:
+            if not (flat.trainable and flat.offloaded):
+                return []
+            return _parts([(count, size(flat, numel)) for count, numel in chunk_runs(flat, sizing.chunk)], setup.verify)
 
         return flats.sizes(of)
 
-    def reduced(flat: FlatSpec) -> list[int]:
-        """Return the size of what is written of a flat's gradients at once."""
-        if not flat.trainable:
+    def reduced(flat: FlatSpec) -> list[Transfer]:
+        """Return the transfers by which a flat's gradients are written."""
+        if not flat.trainable or flat.tiers["gradients"] != "nvme":
             return []
-        nbytes = min(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
-        return [nbytes * (flat.tiers["gradients"] == "nvme")]
+        count, rest = divmod(flat.own.numel * sizing.grad_width(flat.width), sizing.bucket_nbytes)
+        return _parts([*[(count, sizing.bucket_nbytes)] * bool(count), *[(1, rest)] * bool(rest)], setup.verify)
 
     parameters = chunked(lambda flat, numel: numel * flat.width * (flat.tiers["parameters"] == "nvme"))
     records = chunked(lambda flat, numel: sizing.record_nbytes(flat.width, numel) * (flat.tiers["optimizer"] == "nvme"))
     fetched = chunked(lambda flat, numel: numel * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme"))
-    whole = flats.sizes(lambda flat: [flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme")])
+    whole = flats.sizes(lambda flat: _parts([(1, flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme"))]))
     written = flats.sizes(reduced)
     slots = constants.NUM_SLOTS
     objects: list[Uses] = [
         # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.
         [(parameters, slots), (whole, 2)],
         [
-            ([sum(each) for each in zip(records, fetched, strict=True)], slots),
+            ([sum(each, ()) for each in zip(records, fetched, strict=True)], slots),
             (written, bucket_limit([flat for flat in flats.distinct if flat.trainable], sizing)),
         ],
-        [([peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme"))] * 3, 3)],  # two written and one read
+        [(_parts([(1, peaks.checkpoint_nbytes * bool(peaks.offloaded.get("nvme")))]) * 3, 3)],  # one of them is read
     ]
     return [uses for uses in objects if any(any(sizes) for sizes, _ in uses)]
+
+
+def _parts(runs: list[tuple[int, int]], verify: bool = False) -> list[Transfer]:
+    """Return the transfers of a block that is moved in runs of (count, bytes) equal parts, at most NUM_SLOTS of a run.
+
+    A part that does not begin at a page uses one page more. One that does not begin at a stripe unit has one more
+    piece, and any of them may be the largest: in time each buffer that is lent has had such a one.
+    With `verify` the whole unit around a part is read for its checksum.
+    """
+    unit, page, slots = constants.UNIT_NBYTES, constants.PAGE_NBYTES, constants.NUM_SLOTS
+    total, many = sum(count * nbytes for count, nbytes in runs), sum(count for count, _ in runs) > 1
+    lost = page - math.gcd(page, *(nbytes for _, nbytes in runs)) if many else 0
+    found: list[Transfer] = []
+    for count, nbytes in runs:
+        number, largest = min(count, slots), min(unit, round_up(total if verify else nbytes + lost, page))
+        if many and total > unit:
+            pieces = min(number * (nbytes // unit + 2), number + number * nbytes // unit + 1)
+            each, more = divmod(pieces, number)
+            found += [(largest,) * (each + (at < more)) for at in range(number)]
+        else:
+            starts = range(0, min(nbytes, constants.STAGING_NBYTES), unit)
+            pieces_of = tuple(min(unit, round_up(nbytes - start, page)) for start in starts)
+            found += [(largest,) if many and nbytes else pieces_of] * number
+    return found
 
 
 def _buffers(setup: Setup, uses: Uses) -> int:
@@ -312,9 +339,9 @@ def _buffers(setup: Setup, uses: Uses) -> int:
     """
     unit = constants.UNIT_NBYTES
     most = [0] * (constants.STAGING_NBYTES // unit)
-    for sizes, in_flight in uses:
-        for window in {tuple(sizes[at : at + in_flight]) for at in range(max(1, len(sizes) - in_flight + 1))}:
-            pieces = [min(unit, size - start) for size in window for start in range(0, min(size, 8 * unit), unit)]
+    for transfers, in_flight in uses:
+        for window in {tuple(transfers[at : at + in_flight]) for at in range(max(1, len(transfers) - in_flight + 1))}:
+            pieces = [piece for transfer in window for piece in transfer]
             for rank, piece in enumerate(sorted(pieces, reverse=True)[: len(most)]):
                 most[rank] = max(most[rank], piece)
     return sum(1 for each in most if each) * unit if setup.device == "cuda" else pages(most)

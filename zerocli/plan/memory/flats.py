@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
@@ -17,6 +17,7 @@ from zerocli.layout.shards import SHARD_ALIGN, lay_out
 from zerocli.plan.blocks.shape import Parameter, Unit
 from zerocli.plan.setup import Setup
 
+T = TypeVar("T")
 WHOLE = 2
 """Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
 MAX_RANKS = 8
@@ -54,9 +55,9 @@ class Flats(list[FlatSpec]):
         """Return the sum of a size of every flat."""
         return sum(times * size(flat) for unit, times in self.runs for flat in unit)
 
-    def sizes(self, of: Callable[[FlatSpec], list[int]]) -> list[int]:
+    def sizes(self, of: Callable[[FlatSpec], list[T]]) -> list[T]:
         """Return sizes of every flat, in order."""
-        found: list[int] = []
+        found: list[T] = []
         for unit, times in self.runs:
             found += [size for flat in unit for size in of(flat)] * times
         return found

@@ -7,6 +7,7 @@ cleanly has published the reason.
 host the first that is alive publishes all of the slots as one record in the ranks' store: one message per host and
 interval. Of ranks that ask at the same time one reads the records, and publishes what it found in few words; the others
 read that. So no rank sends or reads more in a larger job, and a rank whose host's first rank is gone is still heard.
+A slot has its rank's process too: that a rank of this host is gone is seen without a message.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -30,6 +32,8 @@ from zerocli.run.processes.rank_loss import PATIENCE_SECONDS
 T = TypeVar("T")
 FOUND_TRIES = 8
 """How often a rank looks for what another has found, within PATIENCE_SECONDS."""
+GONE_SECONDS = 0.3
+"""How long a process takes to end after its connections have."""
 MISSED = 1.5
 """Intervals without a heartbeat after which the next rank of a host publishes its record."""
 MOST_WORDS = 200
@@ -76,6 +80,8 @@ class Heartbeats:
         self._host = host or shared_slots.host_name()
         self._slots: shared_slots.SharedSlots | None = None
         self._slot = 0
+        self._process = shared_slots.this_process()
+        self._last: Heartbeat | None = None
         self.gone = False
         """Whether the store is gone; it is not queried again, as torch logs long warnings each time."""
 
@@ -97,11 +103,22 @@ class Heartbeats:
                 self._reach(self._join)
             assert self._slots is not None
             beat = replace(beat, doing=beat.doing[:MOST_WORDS], alone=beat.alone[:MOST_WORDS])
-            self._slots.write(self._slot, json.dumps([self.rank, asdict(beat)]))
+            self._last = beat
+            self._write(beat)
             here = self._read_beats()
             if beat.ended or self.rank == self._publisher(here, beat.time):
                 record = json.dumps({rank: asdict(each) for rank, each in here.items()})
                 self._reach(lambda: self._store.set(f"record/{self._host}", record))
+
+    def _write(self, beat: Heartbeat) -> None:
+        assert self._slots is not None
+        self._slots.write(self._slot, json.dumps([self.rank, asdict(beat), self._process]))
+
+    def leave(self) -> None:
+        """Say that this rank is through: it is not lost when its process ends."""
+        self._process = None
+        if self._last is not None:
+            self._write(self._last)
 
     def _join(self) -> None:
         self._host, self._slots, self._slot = shared_slots.join(self._store, self._host)
@@ -110,13 +127,17 @@ class Heartbeats:
             self._store.set(f"host/{self._store.add('hosts', 1) - 1}", self._host)
 
     def _read_beats(self) -> dict[int, Heartbeat]:
-        assert self._slots is not None
-        found = {}
-        for text in self._slots.read():
+        return {rank: beat for rank, beat, _ in self._read_records()}
+
+    def _read_records(self) -> Iterator[tuple[int, Heartbeat, shared_slots.Process | None]]:
+        for text in self._slots.read() if self._slots is not None else ():
             with contextlib.suppress(ValueError, TypeError):
-                rank, beat = json.loads(text)
-                found[int(rank)] = Heartbeat(**beat)
-        return found
+                rank, beat, process = json.loads(text)
+                yield int(rank), Heartbeat(**beat), process and tuple(process)
+
+    def gone_here(self) -> dict[int, Heartbeat]:
+        """Return the ranks of this host whose processes ended before they were through; sends no message."""
+        return {rank: beat for rank, beat, process in self._read_records() if process and shared_slots.is_gone(process)}
 
     def _publisher(self, here: Mapping[int, Heartbeat], now: float) -> int:
         """Return the first rank of this host that is alive."""
@@ -251,7 +272,14 @@ def read_found(text: str) -> Heard:
 
 def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
     """Return which ranks are gone, in words; ranks that ended because they too lost a rank are not named."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while not (here := lost_here(beats)) and time.monotonic() < deadline:
+        time.sleep(GONE_SECONDS / 10)
+    if here:
+        return here
     heard = beats.ask_twice(pause)
+    if here := lost_here(beats):  # a process with a GPU ends slowly
+        return here
     if heard is None:
         return no_store(beats)
     said, silent = heard
@@ -263,13 +291,26 @@ def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
     return "; ".join(filter(None, (said_of(causes), silent_words(gone)))) + beats.places(sorted({*causes, *gone}))
 
 
-def silent_words(beats: Mapping[int, Heartbeat | None]) -> str:
+def lost_here(beats: Heartbeats, by_loss: bool = False) -> str:
+    """Return which ranks of this host are gone, in words; with `by_loss` also those that ended for another's loss."""
+    gone = {rank: beat for rank, beat in beats.gone_here().items() if by_loss or not beat.by_loss}
+    if not gone:
+        return ""
+    ended = {rank: f"ended ({beat.ended})" for rank, beat in gone.items() if beat.ended}
+    silent = silent_words({rank: beat for rank, beat in gone.items() if not beat.ended}, ("is gone", "are gone"))
+    where = f"{named(gone)} {'is' if len(gone) == 1 else 'are'} on node {socket.gethostname()}"
+    return "; ".join(filter(None, (said_of(ended), silent, where)))
+
+
+def silent_words(
+    beats: Mapping[int, Heartbeat | None], says: tuple[str, str] = ("does not answer", "do not answer")
+) -> str:
     """Return the words that ranks do not answer, and what the last heartbeat of each said it was doing."""
     found = by_words({rank: beat.doing if beat is not None else "" for rank, beat in beats.items()})
     lines = []
     for doing, ranks in found.items():
-        does, it = ("does", "it was") if len(ranks) == 1 else ("do", "they were")
-        lines.append(f"{named(ranks)} {does} not answer" + (f" ({it} {doing})" if doing else ""))
+        does, it = (says[0], "it was") if len(ranks) == 1 else (says[1], "they were")
+        lines.append(f"{named(ranks)} {does}" + (f" ({it} {doing})" if doing else ""))
     return "; ".join(lines)
 
 

@@ -16,7 +16,7 @@ from zerocli import machine
 from zerocli.config import Config, hub, refuse_shard_ranks
 from zerocli.config.options import RunOptions
 from zerocli.console import say
-from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, USAGE, UserError
+from zerocli.errors import DOES_NOT_FIT, INTERRUPTED, PREEMPTED, USAGE, UserError
 from zerocli.layout.sizes import count_of
 from zerocli.plan.report import preflight
 from zerocli.run import automatic
@@ -66,7 +66,7 @@ def launch(
             job = Job(command, num_ranks, folder.path, saves=saves(config), environ={DEFAULTS: json.dumps(defaults)})
             code = job.run()
         job.report()
-        if code in (USAGE, DOES_NOT_FIT, INTERRUPTED):  # other failures are explained by the logs
+        if code in (USAGE, DOES_NOT_FIT, INTERRUPTED, PREEMPTED):  # other failures are explained by the logs
             folder.discard()
     return code
 

@@ -128,7 +128,7 @@ class Nodes:
             findings = judge(infos, self._config, self._options, (began, now()))
             self._store.set("nodes/verdict", json.dumps(asdict(findings)))
         if findings.problems:
-            with contextlib.suppress(dist.DistStoreError):
+            with STARTUP.by_itself("telling the other ranks"), contextlib.suppress(dist.DistStoreError):
                 everyone = [f"nodes/read/{rank}" for rank in range(1, self.world)]
                 self._store.wait(everyone, datetime.timedelta(seconds=READ_SECONDS))
             raise findings.error(UserError)

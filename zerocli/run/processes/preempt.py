@@ -1,4 +1,8 @@
-"""Preemption: a run that is told to stop, or is close to its time limit, saves a checkpoint first."""
+"""Preemption: a run that is told to stop, or is close to its time limit, saves a checkpoint first.
+
+Before all ranks have come there is nothing to save, and who was told may be all that there is: a rank that is told then
+ends at once. From then on all ranks go on to the step after which they stop together.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from zerocli.errors import PREEMPTED
+from zerocli.ranks.words import stopped
 from zerocli.run.processes.job import FAILED, SAVING_SIGNALS
 
 MARGIN_SECONDS = 10.0
@@ -20,22 +26,44 @@ MARGIN_SECONDS = 10.0
 
 _noted: list[int] = []
 """The saving signals that this process has received."""
+_ends_at_once = False
+"""Whether they end it: nobody waits for it yet."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     _noted.append(number)
+    if _ends_at_once:
+        if os.environ.get("LOCAL_RANK") == "0":
+            os.write(2, f"{stopped(int(os.environ['RANK']), signal.Signals(number).name)}\n".encode())
+        os._exit(PREEMPTED)  # an exception could be raised anywhere, even in torch's callbacks
+
+
+def told() -> str:
+    """Return the name of the last saving signal that was noted, if one was; from now on they do not end the process."""
+    global _ends_at_once
+    _ends_at_once = False
+    return signal.Signals(_noted[-1]).name if _noted else ""
+
+
+def was_told() -> bool:
+    """Return whether a saving signal was noted."""
+    return bool(_noted)
 
 
 def note_signals(saves: bool) -> dict[int, Any]:
-    """From now on note SAVING_SIGNALS instead of ending, if the run `saves`; return the handlers that were replaced.
+    """From now on note SAVING_SIGNALS, if the run `saves`; return the handlers that were replaced.
 
-    A rank does so as soon as it knows its config, so that a signal during its start is obeyed after the first step. Our
-    launcher starts ranks with these signals blocked; until now none could be lost.
+    A rank does so as soon as it knows its config. One of several ends with PREEMPTED until it is about to meet the
+    others; a signal later in its start is obeyed after the first step. Our launcher starts ranks with these signals
+    blocked; until now none could be lost.
     """
+    global _ends_at_once
     replaced: dict[int, Any] = {}
     main = threading.current_thread() is threading.main_thread()
-    if saves and main and signal.getsignal(signal.SIGTERM) is not _note:
+    if main and signal.getsignal(signal.SIGTERM) is not _note:
         _noted.clear()
+        _ends_at_once = saves and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+    if saves and main and signal.getsignal(signal.SIGTERM) is not _note:
         replaced = {number: signal.signal(number, _note) for number in SAVING_SIGNALS}
         replaced[FAILED] = signal.getsignal(FAILED)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVING_SIGNALS)
@@ -96,8 +124,8 @@ class Preemption:
     @property
     def reason(self) -> str:
         """Why this rank wants to stop, or that another rank does."""
-        if _noted:
-            return signal.Signals(_noted[-1]).name
+        if name := told():
+            return name
         return f"the time limit of {self._limit:g} s is near" if self._limit else "another rank was told to stop"
 
 

@@ -70,6 +70,28 @@ class SharedSlots:
         return True
 
 
+Process = tuple[int, int]
+"""A process by its number and when it started: numbers are used again."""
+
+
+def this_process() -> Process | None:
+    """Return this process; None where others cannot see whether it is alive."""
+    return _process("self")
+
+
+def is_gone(process: Process) -> bool:
+    """Return whether a process of this host has ended."""
+    return _process(str(process[0])) != process
+
+
+def _process(name: str) -> Process | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        number, _, rest = Path(f"/proc/{name}/stat").read_text().partition(" ")
+        fields = rest.rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else (int(number), int(fields[19]))
+    return None
+
+
 def host_name() -> str:
     """Return what all processes have in common that share memory and a network.
 

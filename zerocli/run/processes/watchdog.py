@@ -5,6 +5,9 @@ has been open for too long, the ranks whose count is below its number have not a
 stopped are dead or unreachable. A rank that has not arrived but makes progress (its update waits for a slow disk that
 a save is writing to) is waited for: its own watchdog monitors it.
 
+A rank of this host that is gone needs no limit: its process can be seen, and who waits for it ends. So does a rank that
+was told to stop in its start and waits for one that does not answer.
+
 It runs from the moment all ranks have come to their store: a run's start, like a save, is a sequence of stages, in each
 of which a rank works by itself or waits for the others.
 """
@@ -33,13 +36,24 @@ from zerocli.ranks.progress import Progress
 from zerocli.ranks.startup import STARTUP
 from zerocli.ranks.words import said_of
 from zerocli.ranks.worker import record_failure, within
-from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, cloned, lost_ranks, no_store, silent_words
+from zerocli.run.processes.heartbeats import (
+    Heartbeat,
+    Heartbeats,
+    cloned,
+    lost_here,
+    lost_ranks,
+    no_store,
+    silent_words,
+)
+from zerocli.run.processes.preempt import was_told
 from zerocli.run.processes.rank_loss import PATIENCE_SECONDS, standing
 
 START_SECONDS = 30.0
 """Minimum wait for a rank that has sent no heartbeat yet: processes do not all start at once."""
 
 
+LOST_SECONDS = 1.0
+"""How long a rank waits for one that is gone: what that one has sent may be on its way, and be all that is awaited."""
 MIN_PAUSE_SECONDS = 0.5
 RANKS_PER_SECOND = 4096
 """Heartbeats per second at most: those of one host are one message to the store."""
@@ -107,6 +121,10 @@ class Watchdog(threading.Thread):
         self._saves: Progress | None = None
         self._last_words: tuple[str, bool] = ("", False)
         self._heartbeats: Heartbeats | None = None
+        self._ending = False
+        self._awaited: tuple[Issued | None, float, float] = (None, 0.0, 0.0)
+        self.may_be_slow = True
+        """Whether a longer limit might have helped."""
         self.missing = ""
         """The ranks that were gone when this rank failed because it had lost another."""
         self.reports = True
@@ -167,7 +185,10 @@ class Watchdog(threading.Thread):
         """Stop monitoring; publish the error that this rank ends with. Further calls do nothing."""
         if self._closed.is_set():
             return
-        if error is not None and self._heartbeats is not None:
+        self._ending = True
+        if self._heartbeats is not None and error is None:
+            self._heartbeats.leave()
+        elif error is not None and self._heartbeats is not None:
             gone = severed(error)
             self._say_why(str(error).partition("\n")[0], gone is not None)
             if gone is not None:
@@ -184,8 +205,10 @@ class Watchdog(threading.Thread):
         publisher.start()
         while not self._closed.wait(self._interval):
             alone = self._stuck_transfer() or self._stuck_alone()
-            text = alone or self._stuck_axis()
-            if text and not self._closed.is_set():
+            lost = "" if alone else self._lost_here() or self._lost_in_start()
+            text = alone or lost or self._stuck_axis()
+            if text and not self._ending:
+                self.may_be_slow = not lost
                 self._say_why(text, by_loss=False)
                 self.reports = self._claim_report() or bool(alone)
                 self._end(text)
@@ -224,10 +247,40 @@ class Watchdog(threading.Thread):
             )
         return found
 
+    def _lost_here(self) -> str:
+        """Return which ranks of this host are gone, if this rank has waited for one of them for a while."""
+        beats, now = self._heartbeats, time.monotonic()
+        gone = beats.gone_here() if beats is not None else {}
+        waits = [oldest_open(axis.shared) for axis in self._together() if gone.keys() & set(axis.ranks)]
+        entry = next(filter(None, waits), None)
+        if entry is None or beats is None or self._ending:
+            self._awaited = (None, 0.0, 0.0)
+            return ""
+        if self._awaited[:2] != (entry, entry.since):
+            self._awaited = (entry, entry.since, now)
+        if now - self._awaited[2] < LOST_SECONDS or entry.over:
+            return ""
+        return f"another rank was lost during {staged(str(entry))}: {lost_here(beats, by_loss=True)}"
+
+    def _lost_in_start(self) -> str:
+        """Return which ranks do not answer, if this one was told to stop and waits for the others in its start."""
+        entry, beats = oldest_open(STARTUP), self._heartbeats
+        waits = entry is not None and time.monotonic() - entry.since > 2 * self._pause_seconds
+        if not was_told() or entry is None or beats is None or STARTUP.alone or not waits:
+            return ""
+        since, heard = entry.since, beats.ask_twice(self._pause)
+        who = no_store(beats) if heard is None else silent_words({rank: heard[0].get(rank) for rank in heard[1]})
+        if not who or entry.over or entry.since > since:
+            return ""
+        return f"another rank was lost during {staged(str(entry))}: {who}"
+
+    def _together(self) -> list[Axis]:
+        """Return the axes in which this rank may wait for others."""
+        return [axis for axis in self._axes if not (isinstance(axis.shared, Progress) and axis.shared.alone)]
+
     def _stuck_axis(self) -> str:
-        for axis in self._axes:
-            itself = isinstance(axis.shared, Progress) and axis.shared.alone
-            if not itself and (text := self._stuck_together(axis)):
+        for axis in self._together():
+            if text := self._stuck_together(axis):
                 return text
         return ""
 
@@ -336,14 +389,15 @@ def staged(stage: str) -> str:
     return f"{stage}," if "," in stage else stage
 
 
-def end_process(text: str, run_dir: str = "", reports: bool = True) -> None:
+def end_process(text: str, run_dir: str = "", reports: bool = True, may_be_slow: bool = True) -> None:
     """Report the reason and what is saved to the launcher or the log, and end this rank: its main thread is stuck.
 
-    Without `reports` another rank shows it.
+    Without `reports` another rank shows it. `may_be_slow` says whether a longer limit might help.
     """
     fact, hint = standing(run_dir) if run_dir else ("", "")
     lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
-    lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
+    if may_be_slow:
+        lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
 
     def tell() -> None:
         if not record_failure("\n".join(lines), FAILURE) and reports:
