@@ -23,7 +23,7 @@ CALLS = ("reuse", "unused", "raw", "detach", "aux", "inner", "checkpoint", "reen
 MODEL = ("mlp", "nested", "tied", "shared", "frozen", "adapted", "outside", "method", "returned_object")
 SETTINGS = ("stage0", "stage1", "stage2", "stage3", "cpu", "nvme", "budget", "buffers", "accumulate", "partial")
 SETTINGS += ("bf16", "mixed", "keep_fp32", "buckets", "clip", "adamw", "decay", "recompute", "class", "leaves", "list")
-SETTINGS += ("stale", "selective", "shard_ranks", "shard_states", "average")
+SETTINGS += ("stale", "selective", "shard_ranks", "shard_states", "average", "streamed")
 STATE = ("counter", "ema", "expanded", "strided", "batchnorm", "spectral", "attribute", "dropout", "random")
 RULES = ("torch_rule", "own_rule", "own_whole", "instance", "groups", "step_hook")
 ALIASES = ("view", "detached", "data_alias", "chunk", "transposed", "first_forward", "read_alias", "cached")
@@ -167,6 +167,9 @@ class _Drawing:
         offload = self.of("", ("cpu", "nvme", "budget"), 2) if stage else ""
         if offload == "budget":
             offload = self.draw(st.sampled_from(BUDGETS[stage]))
+        streamed = bool(stage) and self.rarely("streamed", 3)
+        if streamed and offload != "nvme" and "cpu" in self.on:
+            offload = "optimizer=cpu"
         half = self.rarely("bf16", 8)
         units = self.of("default", ("class", "leaves", "list"), 2)
         sizes = [size for size in range(1, WORLD) if WORLD % size == 0]
@@ -188,6 +191,7 @@ class _Drawing:
             chosen=(0, *((self.upto(3),) if self.upto(1) else ())) if units == "list" else (),
             shard_ranks=shard_ranks,
             shard_states="all" if shard_ranks and self.rarely("shard_states", 2) else "group",
+            streamed=streamed,
             average=0.5 if self.rarely("average", 4) else 0.0,
         )
 

@@ -108,6 +108,9 @@ def run_step(side: Side, at: int, step: Step) -> None:
     if step.uneven and UNEVEN in side.ranks:
         side.begin(f"step {at} uneven {step.uneven}")
         run_uneven(side, at, step.uneven)
+    if side.program.setting.streamed:  # as most loops do, while updates of the step before may still be made
+        side.begin(f"step {at} zero_grad")
+        side.zero_grad()
     made = 0
     for number, one in enumerate(step.passes):
         side.begin(f"step {at} pass {number} {one.kind}")

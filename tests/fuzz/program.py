@@ -138,6 +138,8 @@ class Setting(Plain):
     chosen: tuple[int, ...] = ()
     shard_ranks: int = 0
     shard_states: str = "group"
+    streamed: bool = False
+    """As on a GPU: gradients are freed after the update, and offloaded states pass through small slots."""
     average: float = 0.0
     """The decay of an EMA that is updated after each step; 0 is none."""
 
@@ -241,7 +243,7 @@ def simplest_setting(program: Program) -> Program:
     """Return the program unsharded in all that must not change its numbers."""
     plain = replace(
         program.setting, stage=0, offload="", gather_buffers=2, bucket_nbytes=1 << 16, recompute=False, reduce="fp32",
-        shard_ranks=0, shard_states="group",
+        shard_ranks=0, shard_states="group", streamed=False,
     )  # fmt: skip
     return replace(program, setting=plain)
 

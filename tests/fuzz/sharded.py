@@ -62,7 +62,9 @@ def shard(program: Program, model: nn.Module, nvme_path: str) -> Any:
         shard_ranks=setting.shard_ranks,
         shard_states=setting.shard_states,
         nvme_path=(nvme_path,),
-        staging_nbytes=1 << 20,
+        staging_nbytes=6 * 24 * 64 if setting.streamed else 1 << 20,
+        update="stream" if setting.streamed else "auto",
+        keep_gradients=not setting.streamed,
         read_ahead_nbytes=1 << 20,
         **more,
     )
