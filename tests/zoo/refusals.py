@@ -22,10 +22,11 @@ class Refusal(NamedTuple):
 # fmt: off
 REFUSALS = (
     Refusal('`loss.backward()`', '`engine.backward(loss)`', ''),
-    Refusal('reading or changing a released parameter', '`engine.gathered(...)`', 'guard-released-weights-read-by.*|re-initialise-a-layer|clamp-.*|l2-over-parameters|print-a-parameter.*|to-list-of.*|guard-parameter-subclass-read.*|guard-data-.*|later-parameters-from-a-vector|states-saved-by-torch|states-of-dcp|guard-parameter-made-from.*'),
+    Refusal('reading or changing a released parameter', '`engine.gathered(...)`', 'guard-released-weights-read-by.*|re-initialise-a-layer|clamp-.*|edit-on-one-rank.*|l2-over-parameters|print-a-parameter.*|to-list-of.*|guard-parameter-subclass-read.*|guard-data-.*|later-parameters-from-a-vector|states-saved-by-torch|states-of-dcp|guard-parameter-made-from.*'),
     Refusal('`copy.deepcopy(model)` at stage 3, `copy.copy(module)`, `AveragedModel(model)`, `copy.deepcopy(engine)`', '`engine.unsharded_model()`, `zerocli.EMA(engine)`', 'guard-engine-copied|deepcopy-.*|copy-of-a-block|averaged-model|dpo-reference-by-deepcopy|ema-by-hand'),
     Refusal('`p.grad`, `model.zero_grad()`, `clip_grad_norm_` between backward and step', '`engine.grad`, `engine.zero_grad`, `clip=`', 'clip-grad-norm-of-torch|edit-grad-by-hand|assign-grad-by-hand|zero-grad-of-the-model|guard-parameter-subclass-clipped.*|optim-hook-on-gradients'),
     Refusal('backward of a loss that is older than the last step', 'run forward again', 'backward-of-an-old-graph|stale-(?!deferred).*'),
+    Refusal('a parameter changed in place to other values on some ranks than on others, stages 0 to 2', 'the same change on every rank; `engine.gathered(..., write=True)` keeps rank 0\'s', 'edit-that-differs-.*'),
     Refusal('replacing a parameter object', 'copy into it, or shard anew', 'replace-a-parameter|guard-swapped-tensors'),
     Refusal('a parameter changed in place inside forward, stage 3', '`engine.gathered(..., write=True)` between steps', 'clamp-parameters-.*'),
     Refusal('a part of a unit called without the unit, stage 3', 'call the unit, or choose `units=`', ''),
