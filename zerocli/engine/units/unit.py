@@ -289,7 +289,8 @@ class Flat:
     def own_versions(self) -> int:
         """Return the sum of the parameters' version counters, without what the engine has added to them."""
         with torch._C.DisableTorchFunctionSubclass():  # a user's class may have functions of its own
-            return sum(map(_VERSION, self.parameters)) - len(self.parameters) * self.num_changes
+            counted: int = sum(map(_VERSION, self.parameters))
+        return counted - len(self.parameters) * self.num_changes
 
     def may_differ(self, data_read: bool) -> bool:
         """Whether this rank may have edited whole parameters since `compared`; `data_read`: also through `p.data`."""
