@@ -4,7 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 OK = 0
 FAILURE = 1
@@ -51,6 +51,21 @@ def user_error(error: ValueError) -> UserError:
 
 class Refused(RuntimeError):
     """Something that sharding cannot do exactly, refused before it gives a wrong number; says what to do instead."""
+
+    latest: ClassVar[tuple[type["Refused"], tuple[Any, ...]] | None] = None
+    """The class and the words of the last refusal made in this process; kept without its traceback and its frames."""
+
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
+        Refused.latest = type(self), words
+
+
+def raise_caught(before: object) -> None:
+    """Raise the last refusal again if it was made since `Refused.latest` was `before`: a model's code has caught it."""
+    latest = Refused.latest
+    if latest is not before and latest is not None:
+        kind, words = latest
+        raise kind(*words)
 
 
 class RefusedValue(Refused, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zoo.blocks import Stack
@@ -222,4 +223,52 @@ def replace(run):
     trainer = run.shard(Stack)
     _steps(run, trainer, 0, 1)
     trainer.model.head.weight = nn.Parameter(torch.full((11, 8), 0.02, device=run.device))
+    _steps(run, trainer, 1, 2)
+
+
+# -- changes that differ between the ranks -----------------------------------------------------------------------------
+
+
+def _differing(name: str, edit, changed: str, last: int = 1, **settings) -> None:
+    """Train, edit after one step, and train on; or edit after the last one, before the states are read."""
+    words = refused(changed, "different values", "write=True")
+
+    @case(f"edit-that-differs-{name}", below3=words, at3=refused("gathered"))
+    def program(run):
+        trainer = run.shard(Stack, **settings)
+        _steps(run, trainer, 0, 2)
+        model = trainer.model
+        if run.sharded and run.variant["stage"] == 3:  # only one rank may touch it: no rank waits for the other
+            model.head.weight.add_(1)
+        with torch.no_grad():
+            edit(run, model)
+        _steps(run, trainer, 2, last)
+
+
+def _on_one_rank(run, model) -> None:
+    if run.rank == 1:
+        model.blocks[1].up.weight.data.mul_(1.1)
+
+
+_differing("by-rank", lambda run, model: model.head.weight.add_(0.01 * run.rank), "head.weight")
+_differing("at-the-end", lambda run, model: model.head.weight.add_(0.01 * run.rank), "head.weight", last=0)
+_differing("bf16", lambda run, model: model.head.weight.add_(run.rank), "head.weight", precision="bf16")
+_differing("random", lambda run, model: nn.init.normal_(model.embed.weight), "embed.weight")
+_differing("one-element", lambda run, model: model.embed.weight[3, 2].fill_(run.rank), "embed.weight")
+_differing("on-one-rank-through-data", _on_one_rank, "blocks.1.up.weight")
+_differing("frozen", lambda run, model: model.head.requires_grad_(False).weight.data.mul_(1 + run.rank), "head.weight")
+
+
+@case("edit-on-one-rank-then-broadcast", at3=refused("gathered"))
+def broadcast(run):
+    """Rank 0 loads values, and gives them to the others: afterwards they are the same."""
+    trainer = run.shard(Stack)
+    _steps(run, trainer, 0, 1)
+    if run.sharded and run.variant["stage"] == 3:
+        trainer.model.head.weight.add_(1)
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            if run.rank == 0:
+                p.mul_(0.5)
+            dist.broadcast(p.data, 0)
     _steps(run, trainer, 1, 2)

@@ -9,6 +9,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.utils import spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm as parametrized_spectral_norm
 
@@ -160,11 +161,11 @@ class OwnRandom(Drawing):
         return self.generator.random()
 
 
-def _seeded(name: str, block) -> None:
+def _seeded(name: str, block, steps: int = 3) -> None:
     @case(f"recompute-{name}")
     def program(run):
         random.seed(5), numpy.random.seed(5)
-        run.train(run.shard(_stack(block), recompute=True), 3, pairs)
+        run.train(run.shard(_stack(block), recompute=True), steps, pairs)
         run.log("next draws", [random.random(), float(numpy.random.rand())])
 
 
@@ -446,3 +447,187 @@ def in_place(run):
     if run.sharded:
         trainer.backward(trainer(*pairs(run, 0)))
         trainer.step()
+
+
+# -- random numbers that are drawn late, or into what autograd saves ---------------------------------------------------
+
+
+def _late(kind):
+    """Return a block that draws from its fourth call on: after those that are watched most closely."""
+
+    class Later(kind):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) if self.calls > 3 else Block.forward(self, x)
+
+    return Later
+
+
+class ImportedInside(Drawing):
+    def draw(self):
+        from random import uniform
+
+        return uniform(0.0, 1.0)
+
+
+for _kind in (Drawing, NumpyDrawing, OwnGenerator, OwnRandom, ImportedInside):
+    _seeded(f"late-draws-{_kind.__name__.lower()}", _late(_kind), 6)
+
+
+class Walking(Block):
+    """A tensor in an attribute moves in place, from its fourth call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise, self.calls = torch.zeros(WIDTH), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 3:
+            self.noise.add_(torch.empty_like(self.noise).normal_())
+        return super().forward(x * (1 + self.noise))
+
+
+trained(
+    *("recompute-attribute-that-changes-late", _stack(Walking), pairs, 6, {"recompute": True}),
+    below3=RECOMPUTE,
+    at3=RECOMPUTE,
+)
+
+
+class RandomSlopes(nn.Module):
+    """The operation draws into a tensor that autograd has saved before it ran, and is the last that saves one."""
+
+    inplace = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + F.rrelu(self.linear(x), 0.1, 0.9, training=True, inplace=self.inplace)
+
+
+class RandomSlopesInPlace(RandomSlopes):
+    inplace = True
+
+
+_recomputed("random-slopes", RandomSlopes)
+_recomputed("random-slopes-in-place", RandomSlopesInPlace, "selective")
+
+
+class Recurrent(nn.Module):
+    """Its kernels save a workspace with bytes that nothing has written."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        return x + self.cells(x[:, None])[0][:, 0]
+
+
+_recomputed("lstm", Recurrent)
+
+
+# -- a model that catches what is refused ------------------------------------------------------------------------------
+
+
+class Stubborn(Block):
+    """Tries again, whatever fails."""
+
+    def forward(self, x):
+        for _ in range(3):
+            try:
+                return self.attempt(x)
+            except Exception:
+                continue
+        return x
+
+    def attempt(self, x):
+        return super().forward(x)
+
+
+class Taking(Stubborn):
+    def __init__(self):
+        super().__init__()
+        self.scales = iter([1.0 + number / 10 for number in range(1000)])
+
+    def attempt(self, x):
+        return super().attempt(x * next(self.scales))
+
+
+class Failing(Stubborn):
+    """Each other call fails once, by itself."""
+
+    calls = 0
+
+    def attempt(self, x):
+        self.calls += 1
+        if self.calls % 3 == 1:
+            raise ValueError("try again")
+        return super().attempt(x)
+
+
+class CatchingModel(Regressor):
+    def body(self, x):
+        for _ in range(2):
+            try:
+                return super().body(x)
+            except RuntimeError:
+                continue
+        return x * self.blocks[0].norm.weight
+
+
+class Other(Block):
+    """Another operation in backward than in forward, and a forward that does not mind."""
+
+    def forward(self, x):
+        again = torch._C._current_graph_task_id() != -1
+        try:
+            up = torch.mm(self.norm(x), self.up.weight.t()) + self.up.bias if again else self.up(self.norm(x))
+        except Exception:
+            up = self.up(self.norm(x))
+        return x + self.down(F.silu(up))
+
+
+_recomputed("caught-failure", Failing)
+_recomputed("caught-failure-selective", Failing, "selective")
+_recomputed("caught-refusal-of-an-operation", Other, "selective", below3=RECOMPUTE, at3=RECOMPUTE)
+
+
+@case("recompute-caught-refusal", below3=RECOMPUTE, at3=RECOMPUTE)
+def caught(run):
+    """The block takes from an iterator, and the model goes on without its blocks."""
+
+    def make():
+        model = CatchingModel(0)
+        model.blocks = nn.ModuleList(Taking() for _ in range(2))
+        return model
+
+    run.train(run.shard(make, recompute=True), 2, pairs)
+
+
+class WithoutHooks(Block):
+    def forward(self, x):
+        with disable_saved_tensors_hooks("no hooks in here"):
+            return super().forward(x)
+
+
+HOOKS = refused("blocks.0", "disable_saved_tensors_hooks", "recompute=")
+_recomputed("hooks-disabled", WithoutHooks, below3=HOOKS, at3=HOOKS)
+_recomputed("hooks-disabled-selective", WithoutHooks, "selective", below3=HOOKS, at3=HOOKS)
+trained(
+    *("hooks-disabled-inside-a-block", _stack(WithoutHooks), pairs),
+    at3=refused("blocks.0", "disable_saved_tensors_hooks", "stage=2"),
+)
+
+
+@case("recompute-hooks-disabled-around", at3=refused("disable_saved_tensors_hooks", "stage=2"))
+def disabled_around(run):
+    """Nothing can be recomputed then: the blocks keep their activations."""
+    trainer = run.shard(_stack(Block), recompute=True)
+    with disable_saved_tensors_hooks("no hooks in here"):
+        run.train(trainer, 2, pairs)

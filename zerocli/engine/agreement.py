@@ -19,6 +19,8 @@ ranks refuse it.
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 import zlib
 from collections.abc import Callable
@@ -285,13 +287,21 @@ class Agreement:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def meet(self, call: str, key: Callable[[], object] = lambda: None, say: Callable[[], str] | None = None) -> None:
+    def meet(
+        self,
+        call: str,
+        key: Callable[[], object] = lambda: None,
+        say: Callable[[], str] | None = None,
+        bits: Callable[[], int] = lambda: 0,
+    ) -> int:
         """Return when all ranks make this call of this engine with this key; else raise Disagreed on all of them.
 
-        `say` describes this rank's call for the error. Collective.
+        `say` describes this rank's call for the error. Returns the `bits` that any rank has set. Collective.
         """
-        if self.channel is not None:
-            self._meet(call, _code(repr(key())), 0, say or (lambda: f"called {call}"))
+        if self.channel is None:
+            return 0
+        rows = self._meet(call, _code(repr(key())), bits(), say or (lambda: f"called {call}"))
+        return functools.reduce(operator.or_, (row[_DETAIL] for row in rows), 0)
 
     def announce_pass(self, made: int) -> None:
         """Tell the other ranks that a backward pass begins, the one after `made` others of the step.

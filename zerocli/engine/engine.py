@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ from zerocli.engine.recompute.compiled import CompiledBlocks
 from zerocli.engine.settings import Settings
 from zerocli.engine.states import moves, relayout, states, whole
 from zerocli.engine.states.buffers import held_buffers
-from zerocli.engine.states.held import adopt_edits
+from zerocli.engine.states.held import adopt_edits, may_differ, refuse_different
 from zerocli.engine.states.named import IncompatibleKeys
 from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
@@ -337,8 +337,11 @@ class Engine:
     def _step(self) -> StepResult:
         groups = self.optimizer.hyperparameters(self.steps + 1)
         passes = self.passes.count
-        self.agreement.meet(
-            "engine.step()", lambda: (passes, [group.plain() for group in groups]), lambda: called_step(passes, groups)
+        edited = self.agreement.meet(
+            "engine.step()",
+            lambda: (passes, [group.plain() for group in groups]),
+            lambda: called_step(passes, groups),
+            self._may_differ,
         )
         if not self.has_gradients:
             raise Refused("step() needs a backward(loss) before it")
@@ -350,6 +353,7 @@ class Engine:
         self._owners.refuse_replaced()
         self.agreement.refuse()  # checks the previous step on a GPU, where step() itself does not wait for the result
         self.adopt_edits()
+        self._refuse_different(edited)
         self.steps += 1
         lr = self.optimizer.base_lr
         with self.waits.waiting("optimizer"):
@@ -521,15 +525,29 @@ class Engine:
         mine = torch.tensor([dist.get_rank()], device=self.device)
         return tuple(sorted(int(rank) for rank in self.gather_control(mine).flatten().tolist()))
 
+    def _may_differ(self) -> int:
+        data_read, self.passes.gradients.data_read = self.passes.gradients.data_read, False
+        return may_differ(self.flats(), data_read)
+
+    def _refuse_different(self, edited: int) -> None:
+        """Raise Refused on all ranks if they have edited these flats differently: see states/held.py."""
+        if edited:
+            refuse_different(self.flats(), edited, self.collectives)
+
     def meet(self, call: str, *key: object) -> None:
         """Return when all ranks make this call with this key; refused on all ranks if they make different ones."""
+        self._meet(call, key)
+
+    def _meet(self, call: str, key: tuple[object, ...], bits: Callable[[], int] = lambda: 0) -> int:
         if self._closed:
             raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
-        self.agreement.meet(call, lambda: key, lambda: f"called {call}({', '.join(map(str, key))})")
+        return self.agreement.meet(call, lambda: key, lambda: f"called {call}({', '.join(map(str, key))})", bits)
 
-    def _meet_and_synchronize(self, call: str, *key: object) -> None:
-        self.meet(call, *key)
+    def _meet_and_synchronize(self, call: str, *key: object, writes: bool = False) -> None:
+        """Meet for a call that reads all parameters, or `writes` them."""
+        edited = self._meet(call, key) if writes else self._meet(call, key, self._may_differ)
         self.synchronize()
+        self._refuse_different(edited)
 
     def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's copy of a small tensor, stacked, over both axes of ranks. Collective."""
@@ -553,7 +571,7 @@ class Engine:
         without it, a change is refused. Collective.
         """
         names = [each if isinstance(each, str) else type(each).__name__ for each in what]
-        self._meet_and_synchronize("engine.gathered", names, write)
+        self._meet_and_synchronize("engine.gathered", names, write, writes=write)
         self._held_whole += 1
         try:
             flats = whole.choose(self.model, list(self.flats()), what)
@@ -594,7 +612,7 @@ class Engine:
         `strict` raises ValueError if a name is missing or unknown; otherwise known names are loaded and both lists are
         returned. A wrong shape is always refused. A tied weight needs one of its names; several must be equal.
         """
-        self._meet_and_synchronize("engine.load_state_dict")
+        self._meet_and_synchronize("engine.load_state_dict", writes=True)
         loaded = states.load_model_state(self, self.model, state, strict)
         self._invalidate_views()
         return loaded
@@ -604,7 +622,7 @@ class Engine:
         """Load full tensors under a submodule's own names, as `load_state_dict` does for the model. Collective."""
         if self.tensor_parallel.world > 1:
             raise Refused("the layers of this model are split by tensor parallelism: load engine.load_state_dict()")
-        self._meet_and_synchronize("load_state_dict of a part of the model", type(module).__name__)
+        self._meet_and_synchronize("load_state_dict of a part of the model", type(module).__name__, writes=True)
         return states.load_model_state(self, module, state, strict)
 
     @torch.no_grad()

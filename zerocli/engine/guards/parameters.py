@@ -38,11 +38,14 @@ CALLABLE = frozenset(
 
 
 class Gradients:
-    """Whether an engine holds gradients that `step` has not used yet; `p.grad` does not show them."""
+    """What an engine's parameters share: whether it holds gradients that `step` has not used yet, which `p.grad` does
+    not show."""
 
     def __init__(self) -> None:
         self.pending = False
         self.in_backward = False
+        self.data_read = False
+        """Whether `p.data` of some parameter was read since the ranks last compared values: edits may have followed."""
 
 
 class Sharding:
@@ -58,6 +61,10 @@ class Sharding:
         """torch's version counter when the values were last known."""
         self.address = 0
         """Address of the values at that time."""
+
+    def hand_out(self) -> None:
+        """Note that the user has a tensor on the values, through which they may be edited."""
+        self.handed_out = self.gradients.data_read = True
 
 
 class Guarded:
@@ -103,14 +110,14 @@ class Whole(Guarded):
 
     @property
     def data(self) -> torch.Tensor:
-        self.__dict__[_SHARDING].handed_out = True
+        self.__dict__[_SHARDING].hand_out()
         found: torch.Tensor = _DATA.__get__(self)
         return found
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         sharding, mine = self.__dict__[_SHARDING], _DATA.__get__(self)
-        sharding.handed_out = True
+        sharding.hand_out()
         if _same_memory(mine, value):  # p.data *= 0.9, or a conversion that changes nothing
             return
         if (mine.shape, mine.dtype, mine.device) != (value.shape, value.dtype, value.device):
@@ -419,7 +426,7 @@ def may_be_edited(parameter: nn.Parameter) -> None:
     """Record that the user has a tensor on a parameter's memory; edits through it do not change the version counter."""
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     if sharding is not None:
-        sharding.handed_out = True
+        sharding.hand_out()
 
 
 def note_values(parameter: nn.Parameter, kept: bool = False) -> None:

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from zerocli import machine
 from zerocli.engine.recompute.selective import compiled_contexts
 from zerocli.engine.units.unit import Unit
+from zerocli.errors import Refused
 from zerocli.layout.constants import MIN_COMPILED_STEPS
 from zerocli.layout.sizes import count_of
 
@@ -118,14 +119,14 @@ class CompiledFunction:
         self.full = False
         if self.failure:
             return NOT_RUN
-        states = [] if self._proven else self._random_states()
+        states, made = [] if self._proven else self._random_states(), Refused.latest
         try:
             output = self._function(*args, **kwargs)
         except FailOnRecompileLimitHit:
             self.full = True
             return NOT_RUN
         except TorchDynamoException as error:  # perhaps of the block itself: then the eager call raises it again
-            self.failure = _first_line(error)
+            self.failure, Refused.latest = _first_line(error), made
             for restore, state in states:
                 restore(state)
             return NOT_RUN

@@ -48,14 +48,20 @@ def containers(value: Any, depth: int = 8) -> Iterator[Any]:
             yield from containers(each, depth - 1)
 
 
-def _is_noted(kind: type) -> bool:
-    """Whether `content` knows how to note an object of a class that is no container."""
-    if issubclass(kind, bytearray | array.array | torch.Generator | random.Random):
+def is_generator(kind: type) -> bool:
+    """Whether objects of a class draw random numbers."""
+    if issubclass(kind, torch.Generator | random.Random):
         return True
     numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return False
-    return issubclass(kind, numpy.ndarray | numpy.random.Generator | numpy.random.RandomState)
+    return numpy is not None and issubclass(kind, numpy.random.Generator | numpy.random.RandomState)
+
+
+def _is_noted(kind: type) -> bool:
+    """Whether `content` knows how to note an object of a class that is no container."""
+    if issubclass(kind, bytearray | array.array) or is_generator(kind):
+        return True
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.ndarray)
 
 
 def members(value: Any) -> Iterable[Any]:

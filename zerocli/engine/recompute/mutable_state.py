@@ -8,6 +8,7 @@ installed packages are followed, and of torch nothing.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import sys
 import types
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocli.engine.recompute.contents import CONTAINERS, LARGE, content, leaves, members
+from zerocli.engine.recompute.contents import CONTAINERS, LARGE, content, is_generator, leaves, members
 
 _OURS = ("_zerocli_entry", "forward", "_call_impl", "__deepcopy__", "__reduce_ex__", "load_state_dict", "zero_grad")
 IGNORED = frozenset((*nn.Module().__dict__, *_OURS))
@@ -43,7 +44,9 @@ class Reach:
         """Variables of each module of Python that functions name."""
         self._next: deque[Any] = deque()
         """What is to be visited, the nearest first: there may be more objects than the search takes."""
-        for module in modules:
+        self.first_drawing = len(modules)
+        """Position of the first module whose code names a global random generator."""
+        for self._at, module in enumerate(modules):
             self._module(module)
             while self._next:
                 self._visit(self._next.popleft())
@@ -51,6 +54,7 @@ class Reach:
 
     def _visit(self, value: Any) -> None:
         kind = type(value)  # not isinstance, which asks the object itself: it may be a proxy, or raise
+        self._note_drawing(_draws(value))
         if issubclass(kind, _ATOMS) or id(value) in self._seen or len(self._seen) > _MOST:
             return
         if issubclass(kind, nn.Module):
@@ -73,6 +77,10 @@ class Reach:
                 self._class(value)
         elif content(value) is None:
             self._object(value)
+
+    def _note_drawing(self, draws: bool) -> None:
+        if draws:
+            self.first_drawing = min(self.first_drawing, self._at)
 
     def _all(self, values: Any) -> None:
         """Visit these later; not at once, because a chain of objects is as deep as it is long."""
@@ -116,6 +124,7 @@ class Reach:
             self._hold(_Class(kind))
         for value in list(vars(kind).values()):
             function = getattr(value, "__func__", value)
+            self._note_drawing(_draws(function))
             while isinstance(function, types.FunctionType) and _home(function).partition(".")[0] not in _NOT_USERS:
                 self._function(function)
                 function = getattr(function, "__wrapped__", None)
@@ -130,6 +139,8 @@ class Reach:
         if closure := {name: cell for name, cell in cells.items() if _is_state(cell.cell_contents)}:
             self.places.append(_Closure(closure))
         named = [known[name] for name in _names(code) if name in known]
+        # `numpy.random`, or a module that is imported where it is used; not `torch.random`.
+        self._note_drawing("random" in _names(code) and (not any(each is torch for each in named) or _imports(code)))
         state = (name for name in _names(code) if name in known and name[:2] != "__" and _is_state(known[name]))
         self._named.setdefault(id(known), (known, {}))[1].update(dict.fromkeys(state))
         self._all((*(cell.cell_contents for cell in cells.values()), *named))
@@ -199,6 +210,20 @@ def _names(code: types.CodeType) -> list[str]:
     """Return the names that code uses, with those of the functions and comprehensions in it."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return list(dict.fromkeys((*code.co_names, *(name for each in inner for name in _names(each)))))
+
+
+@functools.cache
+def _imports(code: types.CodeType) -> bool:
+    """Whether a function imports random generators itself."""
+    return any(each.opname == "IMPORT_NAME" and "random" in str(each.argval) for each in dis.get_instructions(code))
+
+
+def _draws(value: Any) -> bool:
+    """Whether a value is Python's or numpy's module of random numbers, or a function of their global generators."""
+    if type(value) is types.ModuleType:
+        return value.__name__ in ("random", "numpy.random")
+    owner = getattr(value, "__self__", None) if type(value) in (types.BuiltinMethodType, types.MethodType) else None
+    return owner is not None and is_generator(type(owner))
 
 
 def _slots(kind: type) -> list[tuple[str, Any]]:

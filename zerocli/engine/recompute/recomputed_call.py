@@ -39,6 +39,7 @@ from zerocli.engine.recompute.contents import (
     LARGE,
     containers,
     content,
+    is_generator,
     leaves,
     position,
     put_back,
@@ -70,8 +71,8 @@ class Seen(NamedTuple):
 
     dicts: list[tuple[dict[str, Any], dict[str, Any]]]
     """Attributes and buffers: the live dictionary, and its items at that time."""
-    versions: list[tuple[dict[str, Any], str, int]]
-    """Version counters of buffers."""
+    versions: list[tuple[dict[str, Any], str, torch.Tensor, int]]
+    """Version counters of buffers, and of tensors in attributes that are not known to change."""
     copies: dict[int, _Copy]
     """Copies of objects that may change, by the object's id."""
     training: list[bool]
@@ -97,13 +98,16 @@ class ReachableState:
         """Places of objects whose content was found to change: the dictionary, by its id and the key."""
         self._steady: list[tuple[dict[str, Any], str]] = []
         """Places of containers that were not found to change: the dictionary, and the key."""
+        self._still: list[tuple[dict[str, Any], str]] = []
+        """Places of tensors that were not found to change, in attributes and variables."""
         self._draws = False
         self._pure = all(map(_is_pure, self._modules))
         """Whether no forward in reach changes anything: those of the built-in models do not."""
         self.careful = 0
         """How many calls are still to compare all values: of two the first runs whole again, the second in part."""
-        self.catches = False
-        """Whether the forward catches the exception by which torch ends a recomputation: then all of them run whole."""
+        self.runs_whole = False
+        """Whether all recomputations run whole: the forward catches the exception by which torch ends one, or its last
+        operation fills a tensor that it has saved."""
         self._mode: list[bool] = []
 
     def begin(self) -> int:
@@ -124,6 +128,7 @@ class ReachableState:
         if self.careful:
             reach = Reach(self._modules)
             self._places, self._buffers = reach.places, reach.buffers
+            self._draws = self._draws or reach.first_drawing < len(self._own)
         self._refresh()
         dicts = [(d, dict(d)) for d in (*self._places, *self._buffers)]
         positions = []
@@ -135,7 +140,8 @@ class ReachableState:
         dicts += [(d, dict(d)) for d in given]
         found += [leaf for d in given for value in d.values() for leaf in leaves(value)]
         copies = {id(value): made for value in found if (made := _copied(value, shared=self.careful > 0))}
-        versions = [(d, k, version(t)) for d in self._buffers for k, t in d.items() if t is not None]
+        versions = [(d, k, t, version(t)) for d in self._buffers for k, t in d.items() if t is not None]
+        versions += [(d, k, t, version(t)) for d, k in self._still for t in leaves(d.get(k)) if _is_plain(t)]
         generators = _states() if self._draws or self.careful else []
         return Seen(dicts, versions, copies, training, generators, self._lengths(), positions)
 
@@ -201,7 +207,7 @@ class ReachableState:
             if sys.exc_info()[1] is not None:
                 self._undo_half(seen, changed | filled.keys())
             elif not whole:
-                self.catches = True
+                self.runs_whole = True
             self._switch(seen.training, training)
             _restore_states(states)
             self.careful = 1 if careful == CAREFUL_CALLS and whole else 0
@@ -221,13 +227,16 @@ class ReachableState:
                 put_back(each.original, each.content, lambda member: member)
 
     def _end_careful_calls(self) -> None:
-        """Follow from now on only what is small or was found to change."""
+        """Follow from now on only what is small or was found to change, and what may draw random numbers later."""
+        drawing = ((d, key) for d in self._places for key in d if key not in IGNORED)
+        self._changing |= {(id(d), k): d for d, k in drawing if any(is_generator(type(each)) for each in leaves(d[k]))}
         changing = {id(d) for d in self._changing.values()}
         self._places = [d for d in self._places if len(d) <= LARGE or id(d) in changing]
         held = [
             (d, key) for d in self._places for key in d if key not in IGNORED and (id(d), key) not in self._changing
         ]
         self._steady = [(d, key) for d, key in held if any(True for _ in containers(d[key]))]
+        self._still = [(d, key) for d, key in held if any(map(_is_plain, leaves(d[key])))]
 
     def _refuse_changed(self, originals: list[_Copy]) -> None:
         """Refuse a recomputation that reached a tensor although its place held a copy."""
@@ -244,14 +253,12 @@ class ReachableState:
         """Return the ids of objects whose content differs from what the first run found; refuse what has no copy."""
         found = {key for key, copied in seen.copies.items() if self._found(copied)}
         self._note_changing(seen, found)
-        for d, key, counted in seen.versions:
-            value = d.get(key)
-            if value is not None and version(value) != counted and id(value) not in seen.copies:
-                before = next(items for live, items in seen.dicts if live is d).get(key)
-                if value is before:
+        for d, key, tensor, counted in seen.versions:
+            if version(tensor) != counted and id(tensor) not in seen.copies:
+                if any(leaf is tensor for leaf in leaves(d.get(key))):
                     raise Refused(
-                        f"{self.name} is recomputed, and its buffer {key!r} was changed between its forward and its "
-                        f"backward, but not in its first calls: {_EXCLUDE}"
+                        f"{self.name} is recomputed, and its buffer or attribute {key!r} was changed between its "
+                        f"forward and its backward, but not in its first calls: {_EXCLUDE}"
                     )
         return found
 
@@ -293,7 +300,7 @@ class RecomputedCall:
         self._leaves = [(leaf, version(leaf)) for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
         careful = reach.begin()
         self._values = SavedValues(reach.name) if careful else None
-        self._whole = reach.catches or careful == CAREFUL_CALLS
+        self._whole = reach.runs_whole or careful == CAREFUL_CALLS
 
     def arguments(self, spec: TreeSpec, inputs: Any) -> Any:
         """Return (args, kwargs): the caller's own for the first run, new containers of `inputs` for the others."""
@@ -317,6 +324,13 @@ class RecomputedCall:
             )
         with self._reach.as_seen(self._seen, self._whole), self._noted():
             yield
+        if self._values is not None and self._values.fills_last:
+            self._reach.runs_whole = True
+
+    @property
+    def ended(self) -> bool:
+        """Whether torch has ended the recomputation that runs; known of a block's first calls."""
+        return self._values is not None and self._values.ended
 
     def returned(self, output: Any) -> Any:
         """Return what a run of the forward gave; refuse a recomputation that gave other values."""
@@ -345,7 +359,7 @@ def _copied(value: Any, shared: bool = False) -> _Copy | None:
     If `shared`, a tensor's last copy is used again where it has the same values: many blocks have one table in reach.
     """
     if isinstance(value, torch.Tensor):
-        if isinstance(value, Invalidated) or value.requires_grad or value.layout != torch.strided or value.is_meta:
+        if not _is_plain(value):
             return None
         newest = _newest.get(id(value)) if shared else None
         made = newest if newest is not None and _same_bits(value, newest) else value.detach().clone()
@@ -354,6 +368,13 @@ def _copied(value: Any, shared: bool = False) -> _Copy | None:
         return _Copy(value, made, version(value))
     noted = content(value)
     return None if noted is None else _Copy(value, noted, 0)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that can be copied and put back: of plain layout, and no parameter or result."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, Invalidated) or value.requires_grad:
+        return False
+    return value.layout == torch.strided and not value.is_meta
 
 
 def _is_refilled(copied: _Copy, changed: set[int]) -> bool:

@@ -103,7 +103,9 @@ class _Output:
 class KeptOutputs:
     """The kept outputs of one call of a block; see [Note: selective recomputation]."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[], bool] = lambda: False) -> None:
+        self._ended = ended
+        """Whether torch has ended the recomputation: a forward that catches its exception goes on, for nothing."""
         self._outputs: list[_Output] = []
         self._storages: dict[int, _Output] = {}
         """Kept outputs by storage; in the recomputation those that were returned and are about to be changed."""
@@ -183,6 +185,8 @@ class KeptOutputs:
         if self._paused or operation not in EXPENSIVE:
             return operation(*args, **kwargs)
         if self._next >= len(self._outputs) or self._outputs[self._next].operation is not operation:
+            if self._ended():
+                return operation(*args, **kwargs)
             raise Refused(
                 f"a block that is recomputed selectively ran {operation} in backward, and another operation in its "
                 "place in forward: its forward must do the same each time, or be excluded with shard(..., "

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
+from offload.checksum import checksums
+from zerocli.engine.comm import Collectives
 from zerocli.engine.grouped import Shards
 from zerocli.engine.units.master import REMAINDER, join, narrow, split
 from zerocli.engine.units.unit import MASTER, Flat
+from zerocli.errors import Refused
 
 
 def read_held(flat: Flat, name: str, device: torch.device) -> torch.Tensor:
@@ -114,7 +117,53 @@ def adopt_edits(flats: Iterable[Flat], device: torch.device) -> None:
             flat.restore_moved()
             if flat.trainable and flat.dtype != torch.float32 and flat.edited():
                 adopt(flat, flat.resident, device)
-                flat.note_values()
+                flat.note_values(compared=False)
+
+
+_MOST_FLATS = 62
+
+
+def may_differ(flats: Iterable[Flat], data_read: bool) -> int:
+    """Return the flats whose whole parameters this rank may have edited since all ranks had the same, as bits.
+
+    Of more flats than bits several share one.
+    """
+    mask = 0
+    for place, flat in enumerate(flats):
+        if flat.may_differ(data_read):
+            mask |= 1 << place % _MOST_FLATS
+    return mask
+
+
+def refuse_different(flats: Iterable[Flat], mask: int, collectives: Collectives) -> None:
+    """Raise Refused on all ranks unless they have the same parameters in these flats. Collective.
+
+    Each rank updates its slices from its own values: another rank's edit of them would be lost without a word.
+    """
+    chosen = [flat for place, flat in enumerate(flats) if mask >> place % _MOST_FLATS & 1 and flat.resident is not None]
+    if not chosen:
+        return
+    rows = collectives.gather_control(torch.cat([_sums(flat) for flat in chosen]))
+    if bool((rows == rows[0]).all()):
+        for flat in chosen:
+            flat.compared = flat.own_versions()
+        return
+    names = [entry.name for flat in chosen for entry in flat.layout.entries]
+    differ = [name for name, same in zip(names, (rows == rows[0]).all(0).tolist(), strict=True) if not same]
+    more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+    raise Refused(
+        f"the ranks have changed {differ[0]}{more} in place to different values: make the same change on every rank "
+        f"(random values from the same seed), or inside `with engine.gathered({differ[0]!r}, write=True)`, which keeps "
+        "rank 0's"
+    )
+
+
+def _sums(flat: Flat) -> torch.Tensor:
+    """Return a checksum of each parameter of a flat that this rank has whole."""
+    assert flat.resident is not None
+    memory, size = flat.resident.detach().view(torch.uint8), flat.resident.element_size()
+    parts = [memory[each.offset * size : (each.offset + each.numel) * size] for each in flat.layout.entries]
+    return torch.cat([checksums(part, (0, part.numel())) for part in parts])
 
 
 def _edited(flat: Flat, held: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from zerocli.engine.comm import Disagreed
 from zerocli.engine.guards.parameters import Gradients
-from zerocli.errors import Refused, RefusedValue
+from zerocli.errors import Refused, RefusedValue, raise_caught
 from zerocli.ranks.loss import Severed
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Backward:
         """Accumulate the gradients of a loss in this engine and in all engines that the loss depends on."""
         if _UNDER_WAY:
             raise Refused("backward was called inside another backward")
+        made = Refused.latest
         try:
             self._check(loss, create_graph)  # before the ranks meet: one that has met launches collectives
             self._engine.agreement.announce_pass(self.count)
@@ -51,6 +52,7 @@ class Backward:
             else:
                 with self._engine.hooks.unscaled_outside(loss, seed):
                     (loss * seed).backward(retain_graph=retain_graph)
+            raise_caught(made)
             self._engine.reducer.launch_rest()
             for each in self._participants():
                 each._end(retain_graph)

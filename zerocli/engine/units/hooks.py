@@ -28,9 +28,9 @@ from zerocli.engine.recompute.selective import KeptOutputs, paused
 from zerocli.engine.units.casts import InputCasts, change_tensors
 from zerocli.engine.units.ends import Ends
 from zerocli.engine.units.modules import Entry, outside_of_units, unwrap, wrap
-from zerocli.engine.units.saved_views import STALE
+from zerocli.engine.units.saved_views import STALE, allow_hooks, disables_hooks
 from zerocli.engine.units.unit import Flat, Unit, outside
-from zerocli.errors import Refused
+from zerocli.errors import Refused, raise_caught
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
@@ -119,6 +119,7 @@ class Hooks:
         """Run a function with the unit's parameters gathered."""
         engine, gatherer, grad = self.engine, self.engine.gatherer, torch.is_grad_enabled()
         outermost = self._depth == 0 and not engine.reducer.active  # else a recomputation in backward
+        made = Refused.latest
         if outermost:
             engine.before_forward()
             # before_forward may have made new flats for unfrozen parameters, with another gatherer.
@@ -137,9 +138,17 @@ class Hooks:
                 if gatherer.moves and grad:
                     self._watch_input(unit, args, kwargs)
                 output = function(*args, **kwargs)
+                raise_caught(made)
                 if gatherer.moves or (outermost and grad):
                     output = self._watch_output(unit, output, outermost)
             finished = True
+        except RuntimeError as error:
+            if gatherer.moves and grad and disables_hooks(error):
+                raise Refused(
+                    f"{unit.title} disables saved-tensor hooks, by which its partitioned parameters are gathered again "
+                    "in backward: leave torch.autograd.graph.disable_saved_tensors_hooks out of it, or use stage=2"
+                ) from error
+            raise
         finally:
             self._depth -= 1
             if outermost and not (finished and grad):
@@ -174,18 +183,29 @@ class Hooks:
             # In backward its buffer may have gone to another unit since.
             engine.gatherer.need(unit)
             self._recomputing += 1
+            made = Refused.latest
             outputs = NOTHING if kept is None else kept.running()
             try:
                 # Inside the checkpoint's own hooks.
                 with call.running(), outputs, engine.gatherer.pinned(unit), engine.gatherer.saving():
-                    return call.returned(body(*args, **kwargs))
+                    output = call.returned(body(*args, **kwargs))
+                raise_caught(made)
+                return output
+            except RuntimeError as error:
+                if disables_hooks(error):
+                    raise Refused(
+                        f"{unit.title} is recomputed, and disables saved-tensor hooks, which recomputation needs: "
+                        "leave torch.autograd.graph.disable_saved_tensors_hooks out of it, or exclude the block with "
+                        "shard(..., recompute=...)"
+                    ) from error
+                raise
             finally:
                 self._recomputing -= 1
 
         def outer(*args: Any, **kwargs: Any) -> Any:
             # Inside another recomputed unit, or a checkpoint of the user's own, a checkpoint saves nothing; the user's
-            # runs the unit again itself, with all that it changes. torch.func's transforms allow none.
-            if self._recomputing or not torch.is_grad_enabled() or _is_transformed():
+            # runs the unit again itself, with all that it changes. torch.func allows none, nor may the caller.
+            if self._recomputing or not torch.is_grad_enabled() or _is_transformed() or not allow_hooks():
                 return body(*args, **kwargs)
             if engine.gatherer.saved.inside_checkpoint():
                 return body(*args, **kwargs)
@@ -197,8 +217,8 @@ class Hooks:
                     output = self.blocks.run_recomputed(unit, eager, args, kwargs, selective)
                     if output is not NOT_RUN:
                         return output
-                kept = KeptOutputs() if selective else None
                 call = RecomputedCall(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
+                kept = KeptOutputs(lambda: call.ended) if selective else None
                 # Each object once: attention projects its inputs together where query, key and value are one tensor.
                 places = {id(leaf): at for at, leaf in enumerate(leaves)}
                 at = {place: index for index, place in enumerate(places.values())}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from tiers.events import NOTHING
 from zerocli.engine.guards.parameters import Released, name_of, no_values
@@ -31,9 +32,11 @@ STALE = (
     "again before backward"
 )
 _NO_HOOKS = (
-    "torch.func.grad, vjp, jacrev and hessian forbid saved-tensor hooks, by which partitioned parameters are gathered "
-    "again in backward: run them inside `with torch.no_grad(), engine.gathered():`, use torch.autograd.grad, or stage=2"
+    "torch.func.grad, vjp, jacrev and hessian, and torch.autograd.graph.disable_saved_tensors_hooks, forbid "
+    "saved-tensor hooks, by which partitioned parameters are gathered again in backward: run them inside `with "
+    "torch.no_grad(), engine.gathered():`, use torch.autograd.grad, or stage=2"
 )
+_DISABLING: Any = disable_saved_tensors_hooks.__wrapped__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class SavedViews:
         """Keep autograd from saving views of gather buffers while the body runs."""
         if not torch.is_grad_enabled():
             return NOTHING
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        if not allow_hooks():
             if not self._all_stay():  # autograd would save views of buffers that are refilled
                 raise Refused(_NO_HOOKS)
             return NOTHING
@@ -149,6 +152,19 @@ class SavedViews:
         if top in self._hooks:
             top = self._outer_hooks[self._hooks.index(top)]
         return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def allow_hooks() -> bool:
+    """Whether the caller's code allows saved-tensor hooks."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def disables_hooks(error: BaseException) -> bool:
+    """Whether torch raised an error because code disables saved-tensor hooks where there are some, in its own words."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is _DISABLING.__code__
 
 
 def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:

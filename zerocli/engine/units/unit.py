@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,8 @@ from zerocli.layout.stage import Stage
 
 MASTER = "master"
 """Name of the fp32 copy of parameters whose compute dtype is bf16 or fp16."""
+
+_VERSION: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 REPLICATED = 1 << 16
 """Added to the group of parameters that are replicated over tensor-parallel ranks; they come last in a flat."""
@@ -97,6 +100,8 @@ class Flat:
     """A gather that is in flight."""
     num_changes: int = 0
     """How often an update, a load or a write has changed the parameters' values: older graphs are refused."""
+    compared: int = 0
+    """`own_versions` when all ranks had the same values last."""
     unread: bool = False
     """Whether a deferred update makes reads of the whole parameters wrong until the unit is used."""
 
@@ -271,10 +276,27 @@ class Flat:
         gathered = self.buffer[self.own.start : self.own.stop]
         return [] if torch.equal(gathered.view(torch.uint8), kept.view(torch.uint8)) else names
 
-    def note_values(self) -> None:
-        """Record the parameters' current values as known, so that later edits are detected."""
+    def note_values(self, compared: bool = True) -> None:
+        """Record the parameters' current values as known, so that later edits are detected.
+
+        `compared` if all ranks have the same.
+        """
         for parameter in self.parameters:
             note_values(parameter, kept=self.resident is not None)
+        if compared:
+            self.compared = self.own_versions()
+
+    def own_versions(self) -> int:
+        """Return the sum of the parameters' version counters, without what the engine has added to them."""
+        with torch._C.DisableTorchFunctionSubclass():  # a user's class may have functions of its own
+            counted: int = sum(map(_VERSION, self.parameters))
+        return counted - len(self.parameters) * self.num_changes
+
+    def may_differ(self, data_read: bool) -> bool:
+        """Whether this rank may have edited whole parameters since `compared`; `data_read`: also through `p.data`."""
+        if self.resident is None:
+            return False
+        return self.own_versions() != self.compared or (data_read and bool(self.edited()))
 
     def note_change(self) -> None:
         """Record that the parameters' values were changed: autograd refuses graphs that were made with the old ones."""
