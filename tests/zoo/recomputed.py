@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import numpy
 import torch
@@ -497,27 +498,6 @@ trained(
 )
 
 
-class RandomSlopes(nn.Module):
-    """The operation draws into a tensor that autograd has saved before it ran, and is the last that saves one."""
-
-    inplace = False
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + F.rrelu(self.linear(x), 0.1, 0.9, training=True, inplace=self.inplace)
-
-
-class RandomSlopesInPlace(RandomSlopes):
-    inplace = True
-
-
-_recomputed("random-slopes", RandomSlopes)
-_recomputed("random-slopes-in-place", RandomSlopesInPlace, "selective")
-
-
 class Recurrent(nn.Module):
     """Its kernels save a workspace with bytes that nothing has written."""
 
@@ -530,6 +510,32 @@ class Recurrent(nn.Module):
 
 
 _recomputed("lstm", Recurrent)
+
+
+class Seeded(nn.Module):
+    """A saved scalar that nothing has written, as the seed of a fused attention that drops nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + _Unwritten.apply(self.linear(x))
+
+
+class _Unwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.tensor(time.perf_counter_ns()))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert ctx.saved_tensors
+        return grad * 2
+
+
+_recomputed("unwritten-seed", Seeded)
 
 
 # -- a model that catches what is refused ------------------------------------------------------------------------------

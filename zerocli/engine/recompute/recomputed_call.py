@@ -105,9 +105,8 @@ class ReachableState:
         """Whether no forward in reach changes anything: those of the built-in models do not."""
         self.careful = 0
         """How many calls are still to compare all values: of two the first runs whole again, the second in part."""
-        self.runs_whole = False
-        """Whether all recomputations run whole: the forward catches the exception by which torch ends one, or its last
-        operation fills a tensor that it has saved."""
+        self.catches = False
+        """Whether the forward catches the exception by which torch ends a recomputation: then all of them run whole."""
         self._mode: list[bool] = []
 
     def begin(self) -> int:
@@ -207,7 +206,7 @@ class ReachableState:
             if sys.exc_info()[1] is not None:
                 self._undo_half(seen, changed | filled.keys())
             elif not whole:
-                self.runs_whole = True
+                self.catches = True
             self._switch(seen.training, training)
             _restore_states(states)
             self.careful = 1 if careful == CAREFUL_CALLS and whole else 0
@@ -300,7 +299,7 @@ class RecomputedCall:
         self._leaves = [(leaf, version(leaf)) for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
         careful = reach.begin()
         self._values = SavedValues(reach.name) if careful else None
-        self._whole = reach.runs_whole or careful == CAREFUL_CALLS
+        self._whole = reach.catches or careful == CAREFUL_CALLS
 
     def arguments(self, spec: TreeSpec, inputs: Any) -> Any:
         """Return (args, kwargs): the caller's own for the first run, new containers of `inputs` for the others."""
@@ -324,8 +323,6 @@ class RecomputedCall:
             )
         with self._reach.as_seen(self._seen, self._whole), self._noted():
             yield
-        if self._values is not None and self._values.fills_last:
-            self._reach.runs_whole = True
 
     @property
     def ended(self) -> bool:

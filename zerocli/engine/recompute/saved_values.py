@@ -18,27 +18,17 @@ _Sums = list[tuple[torch.dtype, torch.Tensor | None]]
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-4}
 _HALF_TOLERANCE = 1e-2
 """Relative to the sum of absolute values: some kernels add in another order each time."""
-_MOST_OF_ONE = 8
-"""Tensors that one operation saves at most, nearly."""
 
 
 class SavedValues:
-    """The sums of what autograd saved in the first run of one call, and of what it returned.
-
-    An operation may fill a tensor that it has saved before, as those of rrelu and batch norm do: it has no values to
-    compare. torch ends a recomputation when the last tensor is saved, before the operation that saves it has run.
-    """
+    """The sums of what autograd saved in the first run of one call, and of what it returned."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._first: _Sums | None = None
-        self._filled: set[int] = set()
-        """Positions of tensors that were filled after they were saved."""
         self._returned: _Sums | None = None
         self.ended = False
         """Whether torch has ended the recomputation that runs."""
-        self.fills_last = False
-        """Whether the operation that saves the last tensor fills a saved one: recomputations then run whole."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -48,50 +38,30 @@ class SavedValues:
             yield
             return
         outer_pack, outer_unpack = outer
-        first = self._first
         found: _Sums = []
-        held: dict[int, torch.Tensor] = {}
-        """The last tensors of the first run; all of the others, which torch keeps too until backward has used them."""
-        later: dict[int, torch.Tensor | None] = {}
-        last: dict[int, torch.Tensor | None] = {}
         self.ended = False
 
         def pack(tensor: torch.Tensor) -> Any:
             if self.ended:  # the forward has caught the exception, and goes on
                 return tensor
-            at = len(found)
             found.append((tensor.dtype, _sums(tensor)))
-            held[at] = tensor.detach()
-            if first is None and at >= _MOST_OF_ONE:
-                later[at - _MOST_OF_ONE] = _sums(held.pop(at - _MOST_OF_ONE))
-            elif first is not None and at + 1 == len(first):
-                last.update((place, _sums(each)) for place, each in held.items())
             try:
                 return outer_pack(tensor)
             except BaseException as error:
                 self.ended = is_end(error)
                 raise
 
-        def end() -> None:
-            later.update((place, _sums(each)) for place, each in held.items())
-            held.clear()
-            filled = {place for place, sums in later.items() if not _same(found[place][1], sums)}
-            if first is None:
-                self._first, self._filled = found, filled
-                return
-            unknown = {place for place in self._filled - filled if place + _MOST_OF_ONE >= len(first)}
-            self.fills_last = bool(unknown) or any(not _same(sums, later[place]) for place, sums in last.items())
-            steady = [place for place in range(min(len(first), len(found))) if place not in self._filled | filled]
-            self._compare([first[place] for place in steady], [found[place] for place in steady])
-
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, outer_unpack):
                 yield
         except BaseException as error:
             if is_end(error):
-                end()
+                self._compare(self._first or [], found)
             raise
-        end()
+        if self._first is None:
+            self._first = found
+        else:
+            self._compare(self._first, found)
 
     def returned(self, output: Any) -> None:
         """Note what the first run returned; raise Refused if a later one returns other values."""
@@ -122,7 +92,9 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     if not tensor.numel() or tensor.is_quantized or tensor.dtype.itemsize == 1 and tensor.is_floating_point():
         return None
-    if tensor.dtype == torch.uint8:  # the workspace of a library, such as an LSTM's, has bytes that nothing has written
+    # Memory that nothing has written: the workspace of an LSTM, the seed of a fused attention that drops nothing.
+    whole_number = not tensor.is_floating_point() and not tensor.is_complex()
+    if tensor.dtype == torch.uint8 or (whole_number and tensor.numel() <= 2):
         return None
     with torch.no_grad():
         values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
@@ -130,11 +102,6 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor | None:
             return torch.stack((values.sum(), values.count_nonzero())).double()
         kind = torch.promote_types(values.dtype, torch.float32)
         return torch.stack((values.sum(dtype=kind), torch.linalg.vector_norm(values, 1, dtype=kind)))
-
-
-def _same(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    """Whether a tensor still has the sums that it had; NaN is the same as NaN."""
-    return before is None or now is None or bool(torch.equal(before.nan_to_num(), now.nan_to_num()))
 
 
 def _alike(first: list[float], again: list[float], dtype: torch.dtype) -> bool:
