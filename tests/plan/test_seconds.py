@@ -57,7 +57,7 @@ SHORT = {"recompute": False, "batch": 8, "seq": 2048}
         (LARGE, MACHINE, {"offload": "optimizer=hbm:16GiB+cpu"}, 0.662),
         (LARGE, MACHINE, {"offload": "optimizer=hbm:20GiB+cpu", "recompute": 16}, 0.530),
         (LARGE, MACHINE, {"offload": "cpu"}, 1.23),
-        (LARGE, MANY_CORES, {"offload": "cpu", "update": "both"}, 0.974),
+        (LARGE, MANY_CORES, {"offload": "cpu", "update": "both"}, 0.904),
         (LARGE, MACHINE, {"offload": "optimizer=cpu,grads=cpu"}, 1.100),
         (LARGE, MACHINE, {"offload": "params=hbm:3GiB+cpu,grads=cpu,optimizer=cpu,activations=cpu"}, 1.320),
         (MODEL, MACHINE, {"offload": "optimizer=nvme", "master": "fp32"}, 9.95),
