@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import shutil
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -199,8 +200,13 @@ class Deep(torch.nn.Module):
         return x.square().mean()
 
 
-def deep(share: float, monkeypatch, steps: int = 5, **settings: object) -> tuple[list[float], list[torch.Tensor], int]:
-    """Return losses, parameters and states, and the chunks that the thread updated, if it has this share of them."""
+def deep(
+    share: float, monkeypatch, steps: int = 5, frozen: Collection[int] = (), **settings: object
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """Return losses, parameters and states, and the chunks that the thread updated, if it has this share of them.
+
+    The first layer is frozen in the steps `frozen`.
+    """
     place = UpdatePlace(share=share, kernel=proved())
     monkeypatch.setattr(engine_module, "choose_update", lambda *args: place)
     monkeypatch.setattr(buffers, "fuses", lambda flat, sizing: True)
@@ -216,10 +222,14 @@ def deep(share: float, monkeypatch, steps: int = 5, **settings: object) -> tuple
     engine = zerocli.shard(model, lr=0.01, weight_decay=0.1, clip=0.5, **about, **settings)
     losses = []
     for step in range(steps):
+        model.layers[0].requires_grad_(step not in frozen)
         loss = engine(torch.randn(8, 64)) * (math.inf if step == 2 else 1.0)  # one step is skipped
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
+        chunks = [engine.updater._chunks_of(flat) for flat in engine.trainable()]
+        again = [engine.updater._chunks_of(flat) for flat in engine.trainable()]
+        assert all(first is second for first, second in zip(chunks, again, strict=True))  # one choice for all of a step
     row = engine.optimizer.state_dict()["state"]
     kept = [value for each in row.values() for value in each.values() if isinstance(value, torch.Tensor)]
     kept += [value.clone() for value in engine.state_dict().values()]
@@ -229,8 +239,13 @@ def deep(share: float, monkeypatch, steps: int = 5, **settings: object) -> tuple
 
 
 @needs_compiler
-@pytest.mark.parametrize("settings", [{}, {"master": "fp32"}, {"accumulate": 1, "defer_update": True}], ids=str)
-@pytest.mark.parametrize("text", ["cpu", "optimizer=cpu", "optimizer=cpu,grads=cpu", "optimizer=hbm:30KB+cpu"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"master": "fp32"}, {"accumulate": 1, "defer_update": True, "frozen": (0, 1, 4)}], ids=str
+)
+@pytest.mark.parametrize(
+    "text",
+    ["cpu", "optimizer=cpu", "optimizer=cpu,grads=cpu", "optimizer=hbm:30KB+cpu", "optimizer=cpu,grads=hbm:14KB+cpu"],
+)
 def test_a_threads_part_of_the_update_changes_no_bit(text, settings, monkeypatch):
     plain = deep(0.0, monkeypatch, stage=3, offload=text, **settings)
     for share in (0.3, 0.6, 1.0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from gpu_stack import Stack, run_without_waiting, train_stack
@@ -47,6 +49,21 @@ def test_which_device_updates_a_parameter_changes_no_bit(settings):
     for stage, text in ((1, "optimizer=cpu"), (2, "cpu")):
         settings["defer_update"] = stage == 1
         assert train_stack(stage, {**settings, **BOTH, "offload": text}) == train_stack(stage, settings), stage
+
+
+def test_both_devices_agree_on_their_parts_while_parameters_are_frozen():
+    def freezing():
+        step = itertools.count()
+
+        def freeze(model, tokens):
+            model.blocks[0].requires_grad_(next(step) % 3 > 0)
+
+        return freeze
+
+    reference = train_stack(3, {"precision": "bf16"}, after_step=freezing())
+    for text in ("cpu", "optimizer=cpu"):
+        settings = {"precision": "bf16", "defer_update": text == "cpu", **BOTH, "offload": text}
+        assert train_stack(3, settings, after_step=freezing()) == reference, text
 
 
 @pytest.mark.parametrize("text", ["cpu", "optimizer=cpu"])

@@ -8,7 +8,7 @@ other. Its kernel rounds as the device's does: which of them updates a parameter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -76,6 +76,12 @@ class CpuPart:
             each.pages.release()
         self._copies = None
 
+    def prepare(self, flats: Iterable[Flat]) -> None:
+        """Make the buffers that any of these flats may need, in the first step."""
+        if self._copies is None:
+            specs = [flat.spec for flat in flats]
+            self._copies = [Copies(spec.nbytes, self._device) for spec in cpu_copies(specs, self._sizing)]
+
     def start(
         self, work: Sequence[Work], table: torch.Tensor, factor: torch.Tensor, skip: torch.Tensor, ready: StreamEvent
     ) -> None:
@@ -84,9 +90,6 @@ class CpuPart:
         `table` has a row of values for each class of counts and, within it, each group; gradients are multiplied by
         `factor`. If `skip` is 1 nothing changes.
         """
-        if self._copies is None:
-            specs = [flat.spec for flat, _ in work]
-            self._copies = [Copies(spec.nbytes, self._device) for spec in cpu_copies(specs, self._sizing)]
         numbers = Readback(torch.cat([table.flatten(), factor.view(1), skip.view(1)]))
         groups = [(f, chunks[at : at + CPU_GROUP]) for f, chunks in work for at in range(0, len(chunks), CPU_GROUP)]
         self._jobs = {id(flat): Future() for flat, _ in work}

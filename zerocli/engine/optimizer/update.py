@@ -59,15 +59,16 @@ class Updater:
         self._cpu = None
         if beside is not None and sizing.cpu_share > 0:
             self._cpu = CpuPart(beside, device, sizing, threads=max(1, sizing.threads - 1))
-        self._turns = Turns(sizing if self._cpu is not None else replace(sizing, cpu_share=0.0))
+        self._share = sizing if self._cpu is not None else replace(sizing, cpu_share=0.0)
+        self._turns = Turns(self._share)
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._inactive: frozenset[str] = frozenset()
         self._updated: Callable[[Flat], None] = lambda flat: None
         self._queue: list[Chunk] = []
         self._known: dict[int, list[Chunk]] = {}
-        """Chunks by flat's id, if all parameters are updated; they are made again when classes of counts change."""
-        self._known_version = -1
+        """Chunks by flat's id; they are made again when classes of counts change, or what is updated."""
+        self._known_for: tuple[int, frozenset[str]] = (-1, frozenset())
         self.interrupted = False
         """Whether an error has left some states updated and others not."""
         self._left: set[int] = set()
@@ -139,6 +140,7 @@ class Updater:
         # Side streams begin here: gradients, the norm and the step's values are complete at this point of the stream.
         self._start = StreamEvent(self._device)
         if self._cpu is not None:
+            self._cpu.prepare(all_flats)
             self._start_cpu([chunk for chunk in queued if chunk.on_cpu], values)
         # Resident parameters may be read without the engine, so their updates are all issued now unless that is
         # `deferred`; others are only started.
@@ -253,10 +255,9 @@ class Updater:
 
     def _chunks_of(self, flat: Flat) -> list[Chunk]:
         """Return the chunks that have something to update; one empty chunk if this rank has none."""
-        if self._inactive:
-            return self._make_chunks(flat)
-        if self._known_version != self._counts.version:
-            self._known, self._known_version = {}, self._counts.version
+        if self._known_for != (self._counts.version, self._inactive):
+            self._known, self._known_for = {}, (self._counts.version, self._inactive)
+            self._turns = Turns(self._share)
         chunks = self._known.get(id(flat))
         if chunks is None or chunks[0].flat is not flat:  # another flat may have had the id before
             chunks = self._known[id(flat)] = self._make_chunks(flat)
