@@ -118,17 +118,15 @@ class _ProgramMicroStep(MicroStep):
         return self._num_parts - 1
 
     def _run(self, tape: Tape, part: Part, x: Tensor, number: int, unit: int = 0, enter: Enter | None = None) -> Tensor:
-        """Replay a part's forward. On a tape that keeps nothing, what it saves is not held; a recomputation ends with
-        the last save, and holds nothing else.
+        """Replay a part's forward. On a tape that keeps nothing, what it saves is not held; a recomputation holds no
+        more. It runs to the block's end, as the engine's first one does to compare all values with those of forward.
         """
         again, left = tape.last_save is not None, part.num_saves
         live: Held = {} if again else self._live[number]
         saved: dict[Place, Storage] = {}
         for event, one, two, flag in part.forward:
-            if again and not left:
-                break
             if event == ALLOCATE:
-                live[one] = tape.product(two) if flag else tape.new(two)
+                live[one] = tape.product(two) if flag and (left or not again) else tape.new(two)
                 if one in part.long_lived and not again:
                     self._long_lived.append(live[one])
             elif event == SAVE:
