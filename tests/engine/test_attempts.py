@@ -137,6 +137,21 @@ def test_a_rank_that_fails_before_it_comes_ends_those_that_wait_for_it(store, mo
         waiting.result(600)
 
 
+@pytest.mark.parametrize("lasts", [True, False])
+def test_rank_0_reads_why_a_rank_has_failed_that_was_quicker(store, monkeypatch, lasts):
+    begun = attempts._next_begun
+
+    def slow(*given):
+        found = begun(*given)
+        ours = {"job": "job", "world": 2}
+        attempts._tell(dist.PrefixStore("zerocli", store), 1, ours, f"rank 1 on node b {WORDS}", time.monotonic() + 60)
+        return found
+
+    monkeypatch.setattr(attempts, "_next_begun", slow)
+    with pytest.raises(UserError, match=f"rank 1 on node b {WORDS}"):
+        join_attempt(store, 0, 2, 5, lasts=lasts)
+
+
 def test_a_rank_of_another_job_ends_and_the_job_whose_store_it_is_goes_on(store, monkeypatch):
     first = start(store, 0, world=2)
     store.get("zerocli/attempt-1/begun")

@@ -30,7 +30,7 @@ from zerocli.run.output import stragglers
 from zerocli.run.output.metrics import Recorder
 from zerocli.run.output.stragglers import LONG_STEPS, Stragglers, slowest
 
-TIMES, RECENT = 3, 10
+TIMES, RECENT = 6, 10
 """An injected delay takes so many times the longest of a rank's last micro-steps: no machine is too busy to see it."""
 
 

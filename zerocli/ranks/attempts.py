@@ -140,7 +140,7 @@ def join_attempt(
     while True:
         attempt = _attempt(store, number)
         begun = json.loads(_next_begun(attempt, problem, seconds, deadline, rank, told))
-        over = lasts and attempt.check([OUTCOME])
+        over = lasts and _is_over(attempt, rank)
         problem = _why_another(begun, mine, attempt, rank)
         if over and not problem:
             problem = f"the start before ended without rank {rank}"
@@ -149,6 +149,11 @@ def join_attempt(
         if problem and (not lasts or begun["job"] != mine["job"]):
             raise _elsewhere(problem)
         number += 1
+
+
+def _is_over(attempt: dist.Store, rank: int) -> bool:
+    """Return whether an attempt has ended; if another rank has ended it, its rank 0 is still to read why."""
+    return attempt.check([OUTCOME]) and (rank > 0 or attempt.get(OUTCOME) == OVER.encode())
 
 
 def _attempt(store: dist.Store, number: int) -> dist.PrefixStore:
@@ -197,7 +202,7 @@ def _arrive(
 
     Raise UserError if a rank does not come, and ToldToStop if one is to stop before all have come.
     """
-    if attempt.check([OUTCOME]):
+    if _is_over(attempt, rank):
         return False
     if attempt.add("here", 1) == world:
         attempt.set(ALL_HERE, "")
