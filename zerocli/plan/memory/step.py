@@ -326,7 +326,8 @@ class Replay(Initialisation):
             size = x.storage.nbytes
             self._checkpoints.keep(x, block)
             selective = block >= self._recompute.whole
-            out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective)
+            gathered = not all(flat.resident(self._sizing) for flat in self._units[unit])
+            out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective, gathered)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {block + 1}")

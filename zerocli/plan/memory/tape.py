@@ -33,8 +33,8 @@ class Node:
     """One recorded operation."""
 
     __slots__ = (
-        *("backward", "collects", "edges", "grads", "incoming", "label", "last", "params", "product", "saved"),
-        *("temporary", "unit"),
+        *("backward", "collects", "edges", "grads", "holds_view", "incoming", "label", "last", "needs", "params"),
+        *("product", "saved", "temporary", "unit"),
     )
 
     def __init__(self) -> None:
@@ -51,6 +51,10 @@ class Node:
         self.collects = False
         """Whether incoming gradients belong to different outputs (a split) and are not summed."""
         self.incoming: list[Storage] = []
+        self.holds_view = False
+        """Whether the gradient that has come is a view, as a product's is: autograd does not add to it in place."""
+        self.needs = False
+        """Whether its backward needs a tensor that it saved."""
         self.backward: Callable[[list[Storage]], list[Storage]] | None = None
         """Replaces the default backward: takes the output's gradient from the list, returns the input's."""
 
@@ -146,6 +150,7 @@ class Tape:
         node.edges = [each.node for each in inputs]
         node.grads = grads or [each.storage.nbytes for each in inputs]
         if saved:
+            node.needs = True
             self.num_saved += len(saved)
             if self.keep:
                 node.saved = list(saved)
@@ -173,17 +178,37 @@ class Tape:
                 self._run(node, reached)
         return reached
 
+    def _before_saved(self, root: Node, gradient: Storage) -> list[Storage]:
+        """Run backward up to the first operation that needs a saved tensor; return the gradients that it has then."""
+        root.incoming.append(gradient)
+        reached: list[Storage] = []
+        while self._nodes and not (self._nodes[-1].incoming and (self._nodes[-1].needs or self._nodes[-1].params)):
+            node = self._nodes.pop()
+            if node.incoming:
+                self._run(node, reached)
+        found = [each for node in self._nodes for each in node.incoming]
+        self._nodes.clear()
+        return [*found, *reached]
+
     def checkpoint(
-        self, run: Callable[[Tape, Tensor], Tensor], x: Tensor, bring_back: Callable[[], Storage], selective: bool
+        self,
+        run: Callable[[Tape, Tensor], Tensor],
+        x: Tensor,
+        bring_back: Callable[[], Storage],
+        selective: bool,
+        gathered: bool,
     ) -> Tensor:
         """Run a block that saves nothing; backward fetches its input and runs it again.
 
-        With `selective` the outputs of expensive operations are kept, but those that recomputation stops before.
+        With `selective` the outputs of expensive operations are kept, but those that recomputation stops before. torch
+        runs the block again where backward first needs a tensor that it saved: weights that are `gathered` are none.
         """
         first = Tape(self.ledger, self.hand_over, keep=False)
         first.outputs = [] if selective else None
         entry = INPUT if x.node is not None else None
-        out = Tensor(run(first, Tensor(x.storage, entry)).storage, self.record("recompute", [x]))
+        end = run(first, Tensor(x.storage, entry))
+        out, end_node = Tensor(end.storage, self.record("recompute", [x])), end.node
+        del end
         if first.outputs is not None:
             first.outputs = [each for each in first.outputs if each[0] < first.num_saved]
         assert out.node is not None
@@ -192,8 +217,10 @@ class Tape:
             again = Tape(self.ledger, self.hand_over, thread=BACKWARD)
             again.last_save, again.outputs = first.num_saved, first.outputs
             source = bring_back()
+            made = first._before_saved(end_node, gradient[0]) if gathered and end_node is not None else []
             root = run(again, Tensor(source, entry)).node
             assert root is not None
+            made.clear()
             return again.backward(root, gradient)
 
         out.node.backward = backward
@@ -227,7 +254,7 @@ class Tape:
         targets = [edge for edge in node.edges if edge is not None]
         node.edges = []
         for target in reversed(targets):
-            self._deliver(target, made.pop(), reached)
+            self._deliver(target, made.pop(), reached, node.product)
 
     def _gradients(self, node: Node) -> list[Storage]:
         """Allocate the gradients of a node's own parameters."""
@@ -236,15 +263,16 @@ class Tape:
             self.ledger.multiply(BACKWARD)
         return own
 
-    def _deliver(self, target: Node, gradient: Storage, reached: list[Storage]) -> None:
+    def _deliver(self, target: Node, gradient: Storage, reached: list[Storage], view: bool) -> None:
         waiting = reached if target is INPUT else target.incoming
         if not waiting or target.collects:
             waiting.append(gradient)
+            target.holds_view = view
             return
         # Added in place when only the list (and the argument of getrefcount) refers to it.
-        if sys.getrefcount(waiting[0]) > 2:
+        if target.holds_view or sys.getrefcount(waiting[0]) > 2:
             total = Storage(self.ledger, waiting[0].nbytes)
-            waiting[0] = total
+            waiting[0], target.holds_view = total, False
 
 
 INPUT = Node()
