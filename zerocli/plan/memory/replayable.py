@@ -22,6 +22,9 @@ class MicroStep(ABC):
 
     hidden: int
     """Bytes of a block's input."""
+    compared = False
+    """Whether the engine compares a recomputed block's first call with its forward, as it does not know the block to
+    change nothing: the block then runs again to its end."""
 
     def inputs(self) -> list[int]:
         """Return the bytes of what is there for the whole micro-step: the batch, and what all blocks read."""

@@ -74,6 +74,8 @@ def _repeats(kinds: Sequence[Hashable], period: int) -> bool:
 class _ProgramMicroStep(MicroStep):
     """Replays the parts of a micro-step. A storage is there as long as Python, or a part that saved it, holds it."""
 
+    compared = True
+
     def __init__(self, program: Program, ledger: Ledger) -> None:
         self._program, self._ledger = program, ledger
         self._live: dict[int, Held] = defaultdict(dict)
@@ -118,13 +120,15 @@ class _ProgramMicroStep(MicroStep):
         return self._num_parts - 1
 
     def _run(self, tape: Tape, part: Part, x: Tensor, number: int, unit: int = 0, enter: Enter | None = None) -> Tensor:
-        """Replay a part's forward. On a tape that keeps nothing, what it saves is not held; a recomputation holds no
-        more. It runs to the block's end, as the engine's first one does to compare all values with those of forward.
+        """Replay a part's forward. On a tape that keeps nothing, what it saves is not held; a recomputation ends with
+        the last save, unless it runs whole, and holds nothing else.
         """
         again, left = tape.last_save is not None, part.num_saves
         live: Held = {} if again else self._live[number]
         saved: dict[Place, Storage] = {}
         for event, one, two, flag in part.forward:
+            if again and not left and not tape.whole:
+                break
             if event == ALLOCATE:
                 live[one] = tape.product(two) if flag and (left or not again) else tape.new(two)
                 if one in part.long_lived and not again:

@@ -94,7 +94,7 @@ class _ShapeMicroStep(MicroStep):
     def __init__(self, shape: Shape, setup: Setup, ledger: Ledger) -> None:
         batch = Batch(setup.batch, setup.seq, setup.width, setup.device == "cuda", setup.tp, setup.packed)
         self._decoder, self._shape, self._setup, self._ledger = Decoder(shape, batch), shape, setup, ledger
-        self.hidden = self._decoder.hidden
+        self.hidden, self.compared = self._decoder.hidden, shape.lora is not None
 
     def inputs(self) -> list[int]:
         decoder = self._decoder

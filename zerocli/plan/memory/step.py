@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ class Replay(Initialisation):
         """How many blocks are replayed at both ends of a run of equal ones, beside a period."""
         self._updates_pending = False
         """Whether the last step's updates of offloaded states are left to this step's forward."""
+        self._is_first = True
+        """Whether no pass has run yet."""
         self._entering = False
         """Whether this forward runs them."""
         self._recompute = setup.blocks(model.layers)
@@ -227,6 +230,7 @@ class Replay(Initialisation):
             self._reduce(unit)
         del inputs
         self._copies.clear()
+        self._is_first = False
         self._repeats.end_pass()
         self._ends.clear()
 
@@ -327,7 +331,9 @@ class Replay(Initialisation):
             self._checkpoints.keep(x, block)
             selective = block >= self._recompute.whole
             gathered = not all(flat.resident(self._sizing) for flat in self._units[unit])
-            out = tape.checkpoint(run, x, lambda: self._checkpoints.bring_back(block, size), selective, gathered)
+            whole = step.compared and self._is_first
+            bring_back = functools.partial(self._checkpoints.bring_back, block, size)
+            out = tape.checkpoint(run, x, bring_back, selective, gathered, whole)
         else:
             out = run(tape, x)
         self._mark(tape, out, f"backward of block {block + 1}")

@@ -72,6 +72,8 @@ class Tape:
         self.num_saved = 0
         self.last_save: int | None = None
         """Recomputation stops here, as torch's does: operations after the last saved tensor do not run again."""
+        self.whole = False
+        """Whether what they allocate counts all the same: see `MicroStep.compared`."""
         self.outputs: list[tuple[int, Storage]] | None = None
         """Of a selective checkpoint: in forward the outputs of expensive operations, each with the number of tensors
         saved before it; in recomputation those that are kept, in order."""
@@ -85,7 +87,7 @@ class Tape:
 
     def new(self, nbytes: int) -> Storage:
         """Return a storage that lives until its last reference is dropped."""
-        return Storage(self.ledger, 0 if self.stopped else nbytes)
+        return Storage(self.ledger, 0 if self.stopped and not self.whole else nbytes)
 
     def product(self, nbytes: int) -> Storage:
         """Return the output of an expensive operation (a matrix product, attention): selective checkpoints keep it."""
@@ -197,11 +199,13 @@ class Tape:
         bring_back: Callable[[], Storage],
         selective: bool,
         gathered: bool,
+        whole: bool,
     ) -> Tensor:
         """Run a block that saves nothing; backward fetches its input and runs it again.
 
         With `selective` the outputs of expensive operations are kept, but those that recomputation stops before. torch
         runs the block again where backward first needs a tensor that it saved: weights that are `gathered` are none.
+        With `whole` it runs to its end.
         """
         first = Tape(self.ledger, self.hand_over, keep=False)
         first.outputs = [] if selective else None
@@ -215,7 +219,7 @@ class Tape:
 
         def backward(gradient: list[Storage]) -> list[Storage]:
             again = Tape(self.ledger, self.hand_over, thread=BACKWARD)
-            again.last_save, again.outputs = first.num_saved, first.outputs
+            again.last_save, again.outputs, again.whole = first.num_saved, first.outputs, whole
             source = bring_back()
             made = first._before_saved(end_node, gradient[0]) if gathered and end_node is not None else []
             root = run(again, Tensor(source, entry)).node
