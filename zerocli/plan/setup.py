@@ -96,7 +96,7 @@ class Setup(Sharding):
     def sizing(self) -> Sizing:
         """What decides the sizes of the engine's buffers."""
         about = (self.shards, self.num_states, self.device, self.precision, self.fuses_update, self.updates_on_cpu)
-        # The share is measured when a run starts; no size depends on it.
+        # The share is measured when a run starts; sizes are nearly the same for all shares below 1.
         return replace(self.sizing_at(*about), cpu_share=0.5 * self.updates_on_both)
 
     @property

@@ -41,8 +41,6 @@ POLL_SECONDS, POLLS_PER_SECOND = 0.2, 4096
 """How often a rank looks for a value, and how often all of them may."""
 TOLD_SECONDS = 2.0
 """How long the others have to read why rank 0 ends: their store may end with it."""
-
-
 TELL_SECONDS = 20.0
 """How long a rank that fails before it has come looks for the others."""
 

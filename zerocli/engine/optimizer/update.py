@@ -8,7 +8,6 @@ uses side streams, so the host does not wait, and the next forward overlaps with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import torch
 
@@ -57,10 +56,10 @@ class Updater:
         self.pieces = PieceUpdate(rule, device, sizing, compiled)
         self.chunks = ChunkUpdate(rule, device, sizing, self.pieces, waits)
         self._cpu = None
-        if beside is not None and sizing.cpu_share > 0:
+        if sizing.cpu_share > 0:
+            assert beside is not None
             self._cpu = CpuPart(beside, device, sizing, threads=max(1, sizing.threads - 1))
-        self._share = sizing if self._cpu is not None else replace(sizing, cpu_share=0.0)
-        self._turns = Turns(self._share)
+        self._turns = Turns(sizing)
         self._fetching, self._updating = SideStream(device), SideStream(device)
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._inactive: frozenset[str] = frozenset()
@@ -257,7 +256,7 @@ class Updater:
         """Return the chunks that have something to update; one empty chunk if this rank has none."""
         if self._known_for != (self._counts.version, self._inactive):
             self._known, self._known_for = {}, (self._counts.version, self._inactive)
-            self._turns = Turns(self._share)
+            self._turns = Turns(self._sizing)
         chunks = self._known.get(id(flat))
         if chunks is None or chunks[0].flat is not flat:  # another flat may have had the id before
             chunks = self._known[id(flat)] = self._make_chunks(flat)

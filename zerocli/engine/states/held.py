@@ -144,12 +144,13 @@ def refuse_different(flats: Iterable[Flat], mask: int, collectives: Collectives)
     if not chosen:
         return
     rows = collectives.gather_control(torch.cat([_sums(flat) for flat in chosen]))
-    if bool((rows == rows[0]).all()):
+    same = (rows == rows[0]).all(0).tolist()
+    if all(same):
         for flat in chosen:
             flat.compared = flat.own_versions()
         return
     names = [entry.name for flat in chosen for entry in flat.layout.entries]
-    differ = [name for name, same in zip(names, (rows == rows[0]).all(0).tolist(), strict=True) if not same]
+    differ = [name for name, equal in zip(names, same, strict=True) if not equal]
     more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
     raise Refused(
         f"the ranks have changed {differ[0]}{more} in place to different values: make the same change on every rank "

@@ -73,7 +73,7 @@ class Tape:
         self.last_save: int | None = None
         """Recomputation stops here, as torch's does: operations after the last saved tensor do not run again."""
         self.whole = False
-        """Whether what they allocate counts all the same: see `MicroStep.compared`."""
+        """Whether these operations do run again, so that what they allocate counts: see `MicroStep.compared`."""
         self.outputs: list[tuple[int, Storage]] | None = None
         """Of a selective checkpoint: in forward the outputs of expensive operations, each with the number of tensors
         saved before it; in recomputation those that are kept, in order."""
