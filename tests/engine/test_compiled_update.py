@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import shutil
-from collections.abc import Collection
+import threading
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from zerocli.engine.optimizer.chunk import ChunkUpdate
 from zerocli.engine.optimizer.compiled_update import CompiledAdam, Unavailable, open_compiled, table_of
 from zerocli.engine.optimizer.optim import FusedAdam, FusedSGD, Group, StepValues
 from zerocli.engine.optimizer.piece import PieceUpdate
+from zerocli.engine.optimizer.update import LEAD
 from zerocli.engine.optimizer.update_place import UpdatePlace
 from zerocli.engine.units.master import REMAINDER, narrow, split
 from zerocli.engine.units.unit import MASTER
 from zerocli.layout import buffers
+from zerocli.layout.constants import NUM_SLOTS
 from zerocli.layout.flats import Sizing
 from zerocli.layout.stage import STAGES
 from zerocli.plan.measure import LiveBytes
@@ -201,11 +204,16 @@ class Deep(torch.nn.Module):
 
 
 def deep(
-    share: float, monkeypatch, steps: int = 5, frozen: Collection[int] = (), **settings: object
+    share: float,
+    monkeypatch,
+    steps: int = 5,
+    frozen: Collection[int] = (),
+    before: Callable[[zerocli.Engine], None] = lambda engine: None,
+    **settings: object,
 ) -> tuple[list[float], list[torch.Tensor], int]:
     """Return losses, parameters and states, and the chunks that the thread updated, if it has this share of them.
 
-    The first layer is frozen in the steps `frozen`.
+    The first layer is frozen in the steps `frozen`; `before` is called before each forward.
     """
     place = UpdatePlace(share=share, kernel=proved())
     monkeypatch.setattr(engine_module, "choose_update", lambda *args: place)
@@ -222,6 +230,7 @@ def deep(
     engine = zerocli.shard(model, lr=0.01, weight_decay=0.1, clip=0.5, **about, **settings)
     losses = []
     for step in range(steps):
+        before(engine)
         model.layers[0].requires_grad_(step not in frozen)
         loss = engine(torch.randn(8, 64)) * (math.inf if step == 2 else 1.0)  # one step is skipped
         engine.backward(loss)
@@ -252,6 +261,30 @@ def test_a_threads_part_of_the_update_changes_no_bit(text, settings, monkeypatch
         losses, states, mine = deep(share, monkeypatch, stage=3, offload=text, **settings)
         assert mine > 0 and repr(losses) == repr(plain[0]), share
         assert all(map(torch.equal, states, plain[1])), share
+
+
+@needs_compiler
+@pytest.mark.parametrize("text", ["cpu", "optimizer=cpu"])
+def test_a_step_waits_for_no_part_of_an_update_and_the_device_begins_its_own(text, monkeypatch):
+    began, seen, run = threading.Event(), [], CompiledAdam.run
+
+    def held_up(self, calls, threads):
+        assert began.wait(10), "step() waits for the CPU's part"
+        run(self, calls, threads)
+
+    def look(engine):
+        updater = engine.updater
+        seen.append((updater._at, len(updater._queue), sum(map(updater.has_pending_update, engine.trainable()))))
+        if engine.steps:
+            began.set()
+
+    proved()
+    monkeypatch.setattr(CompiledAdam, "run", held_up)
+    deep(0.5, monkeypatch, 2, stage=3, offload=text, defer_update=True, before=look)
+    at, chunks, pending = seen[1]
+    assert chunks > NUM_SLOTS and pending == 3
+    # Parameters that are gathered from host memory: no chunk is updated before their place is known.
+    assert at == (LEAD if text == "cpu" else NUM_SLOTS)
 
 
 @needs_compiler

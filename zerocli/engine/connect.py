@@ -112,6 +112,7 @@ def _apply_pending_updates(engine: Engine, flat: Flat, own: torch.Tensor | None,
 
     With `own`, memory for this rank's parameters that is free after an event, return whether they are written there.
     """
+    engine.updater.run_ahead()
     if not engine.updater.has_pending_update(flat):
         return False
     with engine.waits.waiting("optimizer"):

@@ -42,6 +42,16 @@ class StreamEvent:
             self._event.synchronize()
 
 
+class SleepEvent(StreamEvent):
+    """A stream event for which the host sleeps in `synchronize`: CUDA's default takes a core from other threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(current_stream(device))
+
+
 class TimedEvent(StreamEvent):
     """A stream event with a timestamp; on a CPU that is the time of its creation."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from offload.placement import HBM
 from zerocli.layout.codecs import scratch_nbytes
-from zerocli.layout.constants import CPU_GROUP, LEAST_CPU_SHARE, MAX_BUCKETS, NUM_SLOTS
+from zerocli.layout.constants import CPU_GROUP, LEAST_CPU_SHARE, MAX_BUCKETS, NUM_CPU_COPIES, NUM_SLOTS
 from zerocli.layout.flats import FP32, FlatSpec, Sizing
 from zerocli.layout.shards import SHARD_ALIGN, Entry
 
@@ -249,10 +249,21 @@ def share_of_cpu(link: float, cpu: float, width: int, away: Collection[str], siz
     states = 2 * sizing.state_width(width)
     grad, parameters = sizing.grad_width(width), "parameters" in away
     streamed = states + grad * ("gradients" in away) + width * parameters * (2 if sizing.split_master else 1)
-    kept = grad * ("gradients" not in away) + width * (1 if parameters else 2)
-    byte = link / states
+    byte, kept = link / states, copied_for_cpu(width, away, sizing) + width * parameters
+    cpu *= slowed_by_copies(width, away, sizing)
     share = min(1.0, byte * streamed / max(1e-30, cpu + byte * (streamed - kept)))
     return share if share >= LEAST_CPU_SHARE else 0.0
+
+
+def copied_for_cpu(width: int, away: Collection[str], sizing: Sizing) -> int:
+    """Return the bytes of a parameter that are copied between the devices for its update by the CPU."""
+    return sizing.grad_width(width) * ("gradients" not in away) + width * 2 * ("parameters" not in away)
+
+
+def slowed_by_copies(width: int, away: Collection[str], sizing: Sizing) -> float:
+    """Return how much longer the CPU takes for what is copied for it, which passes through its memory once more."""
+    reads = sizing.state_width(width) + sizing.grad_width(width) + width * sizing.split_master
+    return 1 + copied_for_cpu(width, away, sizing) / (reads + sizing.state_width(width) + width)
 
 
 class Turns:
@@ -274,14 +285,14 @@ class Turns:
 
 
 def cpu_copies(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
-    """Yield the two buffers of host memory through which gradients and parameters of the device pass for the CPU."""
+    """Yield the buffers of host memory through which gradients and parameters of the device pass for the CPU."""
     widths = [
         min(CPU_GROUP * sizing.chunk, flat.held.numel) * sum(copied_widths(flat, sizing).values())
         for flat in flats
         if takes_turns(flat, sizing)
     ]
     if nbytes := max(widths, default=0):
-        yield from [Spec("buffers", CPU_COPIES, nbytes, 1, "dram")] * 2
+        yield from [Spec("buffers", CPU_COPIES, nbytes, 1, "dram")] * NUM_CPU_COPIES
 
 
 def copied_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:

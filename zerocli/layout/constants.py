@@ -23,6 +23,9 @@ MIN_COMPILED_STEPS = 200
 """`model.compile=auto` compiles runs of at least this many steps: compiling takes as long as tens of steps, or more."""
 CPU_GROUP = 4
 """Chunks that the CPU updates at once where it takes a part in the update beside a device, at most."""
+NUM_CPU_COPIES = 4
+"""Groups of chunks whose gradients or parameters are copied for the CPU at once: the link has much else to carry, and a
+copy that is asked for one group ahead comes too late (measured on an H200)."""
 LEAST_CPU_SHARE = 0.1
 """It takes no smaller part: copies and its thread take time of the host's."""
 NUM_SLOTS = 6

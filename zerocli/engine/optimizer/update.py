@@ -21,7 +21,7 @@ from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues, WholeRule
 from zerocli.engine.optimizer.piece import PieceUpdate
 from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.optimizer.whole_update import update_together, update_whole
-from zerocli.engine.streams import SideStream, StreamEvent, Waits
+from zerocli.engine.streams import SideStream, SleepEvent, StreamEvent, Waits
 from zerocli.engine.units.unit import REPLICATED, Flat
 from zerocli.layout.buffers import Turns, slot_widths
 from zerocli.layout.constants import NUM_SLOTS
@@ -30,6 +30,10 @@ from zerocli.layout.shards import Span
 
 LEAD = NUM_SLOTS // 2
 """Number of chunks prefetched ahead of the one being updated; the other slots are being written back."""
+
+AT_ONCE = 2
+"""Chunks that are issued ahead wherever the host comes by: it takes about as long for one as the link, and with more
+the forward that it also launches would wait for it."""
 
 
 class Updater:
@@ -60,7 +64,7 @@ class Updater:
             assert beside is not None
             self._cpu = CpuPart(beside, device, sizing, threads=max(1, sizing.threads - 1))
         self._turns = Turns(sizing)
-        self._fetching, self._updating = SideStream(device), SideStream(device)
+        self._fetching, self._updating, self._closing = (SideStream(device) for _ in range(3))
         self._slots = [Slot() for _ in range(NUM_SLOTS)]
         self._inactive: frozenset[str] = frozenset()
         self._updated: Callable[[Flat], None] = lambda flat: None
@@ -70,8 +74,10 @@ class Updater:
         self._known_for: tuple[int, frozenset[str]] = (-1, frozenset())
         self.interrupted = False
         """Whether an error has left some states updated and others not."""
-        self._left: set[int] = set()
-        """Flats whose update has not been fully issued."""
+        self._left: dict[int, Flat] = {}
+        """Flats by id whose update has not been fully issued, in order."""
+        self._issued: dict[int, StreamEvent] = {}
+        """By flat's id: the end of the device's part, from when that is issued until the flat is closed."""
         self._at = LEAD
         self._start = StreamEvent(device)
 
@@ -129,10 +135,10 @@ class Updater:
                 with self._events.update(flat.unit):
                     for chunk in self._chunks_of(flat):
                         self.chunks.update(chunk, in_place)
-                self._close(flat)
+                self._close(flat, StreamEvent(self._device))
         queued = [chunk for flat in flats if flat.offloaded for chunk in self._chunks_of(flat)]
         self._queue = [chunk for chunk in queued if not chunk.on_cpu]
-        self._left = {id(chunk.flat) for chunk in self._queue}
+        self._left = {id(chunk.flat): chunk.flat for chunk in self._queue}
         for chunk in self._queue:
             chunk.flat.gradient.awaited = True
         self._at = 0
@@ -144,21 +150,21 @@ class Updater:
         # Resident parameters may be read without the engine, so their updates are all issued now unless that is
         # `deferred`; others are only started.
         resident = [flat for flat in flats if flat.offloaded and flat.resident is not None and not deferred]
-        if self._queue:
-            self.issue_updates(resident[-1] if resident else self._queue[0].flat)
+        if resident:
+            self.issue_updates(resident[-1])
+        elif self._queue and self._cpu is None:  # for the CPU's part the host would have to wait
+            self.issue_updates(self._queue[0].flat)
+        self.run_ahead(NUM_SLOTS)
 
     def _start_cpu(self, chunks: list[Chunk], values: StepValues) -> None:
         """Start the CPU's part, once checkpoints have read what it changes."""
         assert self._cpu is not None
-        work: dict[int, tuple[Flat, list[Chunk]]] = {}
-        for chunk in chunks:
-            work.setdefault(id(chunk.flat), (chunk.flat, []))[1].append(chunk)
         with self._updating.run(after=self._start):
-            for flat, _ in work.values():
+            for flat in {id(chunk.flat): chunk.flat for chunk in chunks}.values():
                 self.chunks.before_update(flat)
-            ready = StreamEvent(self._device)
-        if work:
-            self._cpu.start(list(work.values()), *self.chunks.numbers(), values.skip, ready)
+            ready = SleepEvent(self._device)
+        if chunks:
+            self._cpu.start(chunks, *self.chunks.numbers(), values.skip, ready)
 
     def _update_whole(self, flats: list[Flat], values: StepValues) -> None:
         """Update one flat; or all in one step of the user's optimizer, see `PersistentOptimizer.together`."""
@@ -210,46 +216,90 @@ class Updater:
         self._issue_up_to(flat)
         self.interrupted = False
 
-    def _issue_up_to(self, flat: Flat | None) -> None:
-        while self._at < len(self._queue) + LEAD:
-            i = self._at
-            self._at += 1
-            if i < len(self._queue):
-                with self._fetching.run(after=self._start):
-                    self.chunks.fetch(self._queue[i], self._slots[i % NUM_SLOTS])
-            if i >= LEAD:
-                chunk = self._queue[i - LEAD]
-                with self._updating.run(after=self._start):
-                    with self._events.update(chunk.flat.unit):
-                        self.chunks.update(chunk, self._slots[(i - LEAD) % NUM_SLOTS])
-                    if chunk.last:
-                        self._finish_cpu(chunk.flat)
-                        self._left.discard(id(chunk.flat))
-                        self._close(chunk.flat, elsewhere=True)
-                if chunk.last and chunk.flat is flat:
-                    return
-        if flat is None or not self._left:
-            self._queue, self._at = [], LEAD
+    def run_ahead(self, most: int = AT_ONCE) -> None:
+        """Issue chunks that the device can begin now, so that the link does not wait until the host needs them.
 
-    def _finish_cpu(self, flat: Flat) -> None:
-        """Let the current stream go on once the CPU's part of a flat is done."""
-        if self._cpu is None:
+        Parameters that are gathered from a tier are left: their update writes them to the gather's memory, which must
+        be known. Nothing here waits, and no other rank takes part.
+        """
+        if not self.on_cpu and self._at < len(self._queue) + LEAD:
+            self.interrupted = True
+            self._run_ahead(most)
+            self.interrupted = False
+
+    def _run_ahead(self, most: int = AT_ONCE) -> None:
+        for _ in range(most):
+            if self._at == len(self._queue) + LEAD or not self._can_begin():
+                return
+            self._issue_next()
+
+    def _can_begin(self) -> bool:
+        """Whether the next chunk's slot is free, and no part of the one that is updated next holds up the host."""
+        if self._at < len(self._queue):
+            slot = self._slots[self._at % NUM_SLOTS]
+            if not all(each.done for each in slot.leaving) or not (slot.used is None or slot.used.done):
+                return False
+        if self._at < LEAD:
+            return True
+        at = self._at - LEAD
+        waits = any(each.holds_host for each in self._slots[at % NUM_SLOTS].arriving)
+        return self._queue[at].flat.param_store is None and not waits
+
+    def _issue_up_to(self, flat: Flat | None) -> None:
+        """Close all flats up to and including this one, in order."""
+        while self._left:
+            first = next(iter(self._left.values()))
+            while id(first) not in self._issued:
+                self._issue_next()
+            self._finish(first)
+            if first is flat:
+                return
+
+    def _issue_next(self) -> None:
+        """Fetch the next chunk, and update the one that was fetched `LEAD` chunks before."""
+        i = self._at
+        self._at += 1
+        if i < len(self._queue):
+            with self._fetching.run(after=self._start):
+                self.chunks.fetch(self._queue[i], self._slots[i % NUM_SLOTS])
+        if i < LEAD:
             return
-        self._cpu.finish(flat)
-        if self.chunks.into is not None and self.chunks.into[0] is flat and flat.param_store is not None:
-            for chunk in self._chunks_of(flat):
-                if chunk.on_cpu:
-                    own = self.chunks.into[1][chunk.span.start : chunk.span.stop]
-                    flat.param_store.fetch(chunk.span.start, own).wait()
+        chunk = self._queue[i - LEAD]
+        with self._updating.run(after=self._start):
+            with self._events.update(chunk.flat.unit):
+                self.chunks.update(chunk, self._slots[(i - LEAD) % NUM_SLOTS])
+            if chunk.last:
+                self._issued[id(chunk.flat)] = StreamEvent(self._device)
+
+    def _finish(self, flat: Flat) -> None:
+        """Wait for the CPU's part of a flat whose other chunks are issued, and close it."""
+        copied = self._cpu.finish(flat, meanwhile=self._run_ahead) if self._cpu is not None else None
+        written = self._issued.pop(id(flat))
+        into = self.chunks.into[1] if self.chunks.into is not None and self.chunks.into[0] is flat else None
+        there = [chunk.span for chunk in self._chunks_of(flat) if chunk.on_cpu] if into is not None else []
+        if copied is not None or there:
+            # On a stream of its own: chunks of later flats may have been issued on the others.
+            with self._closing.run(after=written):
+                if copied is not None:
+                    copied.wait()
+                for span in there:
+                    assert into is not None and flat.param_store is not None
+                    flat.param_store.fetch(span.start, into[span.start : span.stop]).wait()
+                written = StreamEvent(self._device)
+        del self._left[id(flat)]
+        self._close(flat, written, elsewhere=True)
+        if not self._left:
+            self._queue, self._at = [], LEAD
 
     def has_pending_update(self, flat: Flat) -> bool:
         """Whether the flat's update has not been fully issued."""
         return id(flat) in self._left
 
-    def _close(self, flat: Flat, elsewhere: bool = False) -> None:
+    def _close(self, flat: Flat, written: StreamEvent, elsewhere: bool = False) -> None:
+        """Free the gradient of a flat that is updated once this event is reached, and hand the flat on."""
         flat.gradient.awaited = False
         flat.gradient.close(elsewhere)
-        flat.written = StreamEvent(self._device)
+        flat.written = written
         self._updated(flat)
 
     def _chunks_of(self, flat: Flat) -> list[Chunk]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload.placement import HBM, KINDS
-from zerocli.layout.buffers import share_of_cpu
+from zerocli.layout.buffers import share_of_cpu, slowed_by_copies
 from zerocli.plan.blocks.work import Work
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
@@ -120,7 +120,9 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     if offloaded and (mine := _share_of_cpu(setup, hardware)):
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         mine *= offloaded / states
-        rate = hardware.adam * GB * (1.0 if setup.updates_on_cpu else BESIDE_LINK)
+        rate = hardware.adam * GB
+        if not setup.updates_on_cpu:
+            rate *= BESIDE_LINK / slowed_by_copies(setup.width, _away(setup), setup.sizing)
         first.parts["update"] = held * setup.local_ranks * mine / rate
         here *= 1 - mine
     every = (first, backward, forward)
@@ -145,11 +147,16 @@ def _share_of_cpu(setup: Setup, hardware: Hardware) -> float:
         return 1.0
     if not setup.updates_on_both:
         return 0.0
-    width, placement = setup.state_width, setup.placement()
+    width = setup.state_width
     link = Moved(up=width, down=width).pcie_seconds(hardware) / BESIDE_LINK
     cpu = setup.local_ranks / (hardware.adam * GB * BESIDE_LINK)
-    away = [kind for kind in KINDS if any(share.tier != HBM for share in placement.of(kind))]
-    return share_of_cpu(link, cpu, setup.width, away, setup.sizing)
+    return share_of_cpu(link, cpu, setup.width, _away(setup), setup.sizing)
+
+
+def _away(setup: Setup) -> list[str]:
+    """Return the kinds of states of which some are not on the device."""
+    placement = setup.placement()
+    return [kind for kind in KINDS if any(share.tier != HBM for share in placement.of(kind))]
 
 
 def _ends(phases: Sequence[Phase], accumulate: int, waits: float, ahead: float) -> tuple[float, float]:
