@@ -16,7 +16,7 @@ from toy_tiers import NVME
 import zerocli
 from tiers.errors import TierFull
 from tiers.registry import register
-from zerocli.engine.units.unit import recomputed_units
+from zerocli.engine.units.divide import recomputed_units
 
 WAYS: list[dict[str, Any]] = [
     {"recompute": True},

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zerocli
 from zerocli import Recompute
 from zerocli.engine.recompute.selective import EXPENSIVE, is_kept
-from zerocli.engine.units.unit import recomputed_units
+from zerocli.engine.units.divide import recomputed_units
 from zerocli.plan.measure import LiveBytes
 
 WAYS: list[dict[str, Any]] = [

@@ -22,7 +22,7 @@ from zerocli.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, table_of
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Base
 from zerocli.engine.units.codecs import decode, encode
-from zerocli.engine.units.unit import claim_parameters, find_units, repeated_units
+from zerocli.engine.units.divide import claim_parameters, find_units, repeated_units
 from zerocli.errors import UserError
 from zerocli.layout.codecs import GRAIN, is_encoded
 from zerocli.layout.shards import round_up

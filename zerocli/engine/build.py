@@ -18,17 +18,9 @@ from zerocli.engine.states import materialise
 from zerocli.engine.states.buffers import place_buffers
 from zerocli.engine.states.named import given, load_buffers
 from zerocli.engine.units.codecs import encode
+from zerocli.engine.units.divide import build_flats, claim_parameters, find_units, repeated_units
 from zerocli.engine.units.master import REMAINDER, narrow, split
-from zerocli.engine.units.unit import (
-    MASTER,
-    REPLICATED,
-    Flat,
-    Unit,
-    build_flats,
-    claim_parameters,
-    find_units,
-    repeated_units,
-)
+from zerocli.engine.units.unit import MASTER, REPLICATED, Flat, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gradient_arenas, gradients
 from zerocli.layout.flats import place

@@ -59,9 +59,10 @@ from zerocli.engine.states.verified import VerifiedReads
 from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.units.backward import Backward
+from zerocli.engine.units.divide import recomputed_units
 from zerocli.engine.units.hooks import Hooks
 from zerocli.engine.units.modules import outside_of_units, register_method
-from zerocli.engine.units.unit import Flat, Unit, recomputed_units
+from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
 from zerocli.layout.categories import HELD

@@ -17,7 +17,7 @@ from zerocli.config.sharding import Sharding
 from zerocli.engine.events import Events
 from zerocli.engine.optimizer.groups import ParamGroup
 from zerocli.engine.optimizer.rules import OptimizerChoice
-from zerocli.engine.units.unit import UnitChoice
+from zerocli.engine.units.divide import UnitChoice
 from zerocli.layout.recompute import Recompute
 
 

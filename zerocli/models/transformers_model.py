@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zerocli.config import file as configfile
 from zerocli.config import hub, quantized
-from zerocli.engine.units.unit import repeated_blocks
+from zerocli.engine.units.divide import repeated_blocks
 from zerocli.errors import Refused, UserError
 from zerocli.models.loss import IGNORED, linear_cross_entropy
 

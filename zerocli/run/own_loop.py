@@ -24,7 +24,7 @@ from zerocli.engine.optimizer.optim import FusedAdam
 from zerocli.engine.optimizer.rules import OptimizerChoice, make_optimizer
 from zerocli.engine.precision import PRECISIONS, precision
 from zerocli.engine.settings import Keywords, Settings
-from zerocli.engine.units.unit import find_units
+from zerocli.engine.units.divide import find_units
 from zerocli.errors import Refused, UserError
 
 if TYPE_CHECKING:

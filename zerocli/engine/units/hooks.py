@@ -26,10 +26,11 @@ from zerocli.engine.recompute.compiled import NOT_RUN, CompiledBlocks
 from zerocli.engine.recompute.recomputed_call import ReachableState, RecomputedCall
 from zerocli.engine.recompute.selective import KeptOutputs, paused
 from zerocli.engine.units.casts import InputCasts, change_tensors
+from zerocli.engine.units.divide import outside
 from zerocli.engine.units.ends import Ends
 from zerocli.engine.units.modules import Entry, outside_of_units, unwrap, wrap
 from zerocli.engine.units.saved_views import STALE, allow_hooks, disables_hooks
-from zerocli.engine.units.unit import Flat, Unit, outside
+from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused, raise_caught
 
 if TYPE_CHECKING:

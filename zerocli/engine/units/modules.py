@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zerocli.engine.guards.parameters import Released
+from zerocli.engine.units.divide import outside
 from zerocli.engine.units.odd_widths import linear_forward
-from zerocli.engine.units.unit import Unit, outside
+from zerocli.engine.units.unit import Unit
 from zerocli.errors import Refused
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from zerocli.engine.optimizer.dataflow import tensors_in
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.recompute.selective import is_kept
 from zerocli.engine.units.casts import InputCasts
+from zerocli.engine.units.divide import claim_parameters, find_units, recomputed_units
 from zerocli.engine.units.unit import Unit as EngineUnit
-from zerocli.engine.units.unit import claim_parameters, find_units, recomputed_units
 from zerocli.layout.recompute import WHOLE
 from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Event, Place
 from zerocli.plan.blocks.work import Work

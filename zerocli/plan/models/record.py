@@ -19,7 +19,7 @@ from torch import nn
 
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes, planned_cuts
-from zerocli.engine.units.unit import claim_parameters, find_units
+from zerocli.engine.units.divide import claim_parameters, find_units
 from zerocli.models.loss import chunks_of
 from zerocli.plan.blocks.program import ALLOCATE, SAVE, Event, Part, Program
 from zerocli.plan.blocks.shape import Parameter, Unit
