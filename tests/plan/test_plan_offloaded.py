@@ -14,7 +14,7 @@ from ranks import run_cases, run_ranks
 from tiers.pages import resident_nbytes
 from zerocli.checkpoint.saver import Saver
 from zerocli.cli import main as cli
-from zerocli.config import ModelConfig, read_placement
+from zerocli.config import ModelConfig, load, read_placement
 from zerocli.engine.engine import Engine
 from zerocli.engine.events import Probe
 from zerocli.engine.settings import Settings
@@ -25,8 +25,9 @@ from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.flats import plan_flats
 from zerocli.plan.memory.runtime import DISK_THREADS
 from zerocli.plan.memory.saves import buffer
+from zerocli.plan.models.resolve import run_model
 from zerocli.plan.rows import Plan
-from zerocli.plan.setup import Setup
+from zerocli.plan.setup import Setup, setup_of
 from zerocli.profile import places
 
 MODEL = ModelConfig(layers=4, hidden=128, heads=4, vocab=1500)
@@ -100,6 +101,19 @@ def test_slots_of_the_update_and_copies_read_ahead_are_each_counted_by_their_own
     ahead, slots = counted()
     assert counted(staging_nbytes=1 << 18)[0] == ahead and counted(staging_nbytes=1 << 18)[1] < slots
     assert counted(read_ahead_nbytes=1 << 18) == (2 << 18, slots) and counted(read_ahead_nbytes=0) == (0, slots)
+
+
+def test_an_encoded_base_is_read_ahead_as_it_is_stored():
+    def ahead(*sets: str) -> int:
+        config = load("tiny", ["lora.rank=2", "offload.placement=nvme", "zero.stage=3", *sets])
+        setup = setup_of(config, device="cpu", precision="fp32", ranks=2, ranks_per_node=2)
+        [row] = [row for row in run_model(config, setup).plan(setup).rows if "read ahead" in row.formula]
+        return row.nbytes
+
+    layers, blocks = 4, 12 * 128**2  # norms, biases and embeddings are stored as they are
+    rounded = 2 * layers * constants.PAGE_NBYTES
+    saved = ahead() - ahead("lora.base=nf4")
+    assert saved == pytest.approx(layers * blocks * (32 - 4.13) / 8, abs=rounded)
 
 
 def test_page_locked_buffers_of_an_update_are_rounded_one_by_one():

@@ -237,7 +237,7 @@ def _taken(setup: Setup) -> Callable[[list[int]], int]:
 def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, int]:
     """Return the host memory of a rank beyond its arenas of pieces, by purpose."""
     near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
-    far = flats.sizes(lambda flat: [flat.own.numel * flat.width] * (flat.tiers["parameters"] not in near))
+    far = flats.sizes(lambda flat: [flat.own_nbytes] * (flat.tiers["parameters"] not in near))
     budget = round_up(setup.read_ahead_nbytes, constants.PAGE_NBYTES)
     found = {
         "arenas of parameters read ahead": min(budget, _taken(setup)(far)),
