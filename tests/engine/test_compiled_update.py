@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Collection
 
 import pytest
@@ -203,6 +205,20 @@ class Deep(torch.nn.Module):
         return x.square().mean()
 
 
+def shared(share: float, monkeypatch, model: torch.nn.Module, **settings: object) -> zerocli.Engine:
+    """Return an engine whose updates the thread takes this share of, in bf16."""
+    place = UpdatePlace(share=share, kernel=proved())
+    monkeypatch.setattr(engine_module, "choose_update", lambda *args: place)
+    monkeypatch.setattr(buffers, "fuses", lambda flat, sizing: True)
+    monkeypatch.setattr(
+        ChunkUpdate,
+        "numbers",
+        lambda self: (table_of(self._values["cpu"], True), 1 / self._values["cpu"].grad_scale),
+    )
+    about = {"staging_nbytes": 6 * 20 * 1024, "units": torch.nn.Linear, "precision": "bf16", "lr": 0.01}
+    return zerocli.shard(model, **about, **settings)
+
+
 def deep(
     share: float,
     monkeypatch,
@@ -215,19 +231,10 @@ def deep(
 
     The first layer is frozen in the steps `frozen`; `before` is called before each forward.
     """
-    place = UpdatePlace(share=share, kernel=proved())
-    monkeypatch.setattr(engine_module, "choose_update", lambda *args: place)
-    monkeypatch.setattr(buffers, "fuses", lambda flat, sizing: True)
-    monkeypatch.setattr(
-        ChunkUpdate,
-        "numbers",
-        lambda self: (table_of(self._values["cpu"], True), 1 / self._values["cpu"].grad_scale),
-    )
     torch.manual_seed(5)
     model = Deep()
     groups = [zerocli.ParamGroup("layers.1.weight", weight_decay=0.0), zerocli.ParamGroup("layers.2", lr_factor=0.3)]
-    about = {"staging_nbytes": 6 * 20 * 1024, "units": torch.nn.Linear, "groups": groups, "precision": "bf16"}
-    engine = zerocli.shard(model, lr=0.01, weight_decay=0.1, clip=0.5, **about, **settings)
+    engine = shared(share, monkeypatch, model, weight_decay=0.1, clip=0.5, groups=groups, **settings)
     losses = []
     for step in range(steps):
         before(engine)
@@ -288,13 +295,60 @@ def test_a_step_waits_for_no_part_of_an_update_and_the_device_begins_its_own(tex
 
 
 @needs_compiler
-def test_what_fails_in_the_thread_is_raised_where_its_part_is_needed(monkeypatch):
+def test_what_a_step_completes_is_the_same_on_ranks_whose_cpus_take_a_part_and_on_others(monkeypatch):
+    """Each completed update may be followed by a collective."""
+    for share in (0.0, 0.5):
+        engine = shared(share, monkeypatch, Deep(), stage=2, offload="optimizer=cpu", defer_update=True)
+        engine.backward(engine(torch.randn(8, 64)))
+        engine.step()
+        assert all(map(engine.updater.has_pending_update, engine.trainable())), share
+        engine.close()
+
+
+@needs_compiler
+@pytest.mark.parametrize("where", ["the thread", "the device"])
+@pytest.mark.parametrize("text", ["cpu", "optimizer=cpu"])
+def test_a_failed_update_is_raised_refused_from_then_on_and_leaves_nothing(where, text, monkeypatch):
     def fail(*args):
         raise MemoryError("no more")
 
-    monkeypatch.setattr(CompiledAdam, "run", fail)
+    engine = shared(0.5, monkeypatch, Deep(), stage=3, offload=text, defer_update=True)
+    owner, name = (CompiledAdam, "run") if where == "the thread" else (ChunkUpdate, "update")
+    monkeypatch.setattr(owner, name, fail)
+    engine.backward(engine(torch.randn(8, 64)))
     with pytest.raises(MemoryError, match="no more"):
-        deep(0.5, monkeypatch, stage=3, offload="cpu", compile_update=False)
+        engine.step()
+        engine(torch.randn(8, 64))
+    for _ in range(2):
+        with pytest.raises(zerocli.Refused, match="load the last checkpoint"):
+            engine.state_dict()
+    engine.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("cpu-update")]
+
+
+@needs_compiler
+def test_an_engine_that_is_dropped_is_freed_with_its_threads(monkeypatch):
+    engine = shared(0.5, monkeypatch, Deep(), stage=3, offload="optimizer=cpu")
+    engine.backward(engine(torch.randn(8, 64)))
+    engine.step()
+    engine.synchronize()
+    held = weakref.ref(next(engine.trainable()).record)
+    del engine
+    gc.collect()
+    assert held() is None
+
+
+@needs_compiler
+def test_a_larger_layer_that_is_unfrozen_later_has_room_for_its_copies(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 256), torch.nn.Linear(256, 16))
+    model[1].requires_grad_(False)
+    model[2].requires_grad_(False)
+    engine = shared(1.0, monkeypatch, model, stage=3, offload="optimizer=cpu")
+    for step in range(3):
+        model[1].requires_grad_(step > 0)
+        engine.backward(engine(torch.randn(8, 16)).square().mean())
+        engine.step()
+    engine.close()
 
 
 @pytest.fixture

@@ -416,6 +416,8 @@ class Engine:
         if self._closed:
             raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
         self.adopt_edits()
+        if self.updater.interrupted:
+            self.verified.look_now()  # what was read wrong is the reason to give
         self.updater.issue_updates()
         self.gatherer.release_all()
         for flat in self.trainable():
@@ -456,8 +458,10 @@ class Engine:
         """
         if self._closed:
             return
-        self.updater.issue_updates()
-        self.gatherer.release_all()
+        failed = self.updater.interrupted
+        if not failed:
+            self.updater.issue_updates()
+        self.gatherer.release_all(quietly=failed)
         self.member.agreement = None
         self.hooks.close()
         self.reducer.close()
@@ -470,10 +474,10 @@ class Engine:
         buffers = [tensor for _, tensor in held_buffers(self.model)]
         kept = {tensor.untyped_storage().data_ptr() for tensor in (*residents, *buffers)}
         held = [tensor.untyped_storage() for _, _, tensor in self.holdings()]
+        self.updater.close()  # its thread may still use the tiers' memory if an update has failed
         self.tiers.close()  # ends their transfers, which may still read or write what is freed below
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.updater.close()
         # Freed here and not with the last reference: cycles would keep it until Python's collector runs.
         for storage in held:
             if storage.data_ptr() not in kept and storage.resizable():  # others share memory with numpy: small ones

@@ -63,49 +63,57 @@ class CpuPart:
     def __init__(self, kernel: CompiledAdam, device: torch.device, sizing: Sizing, threads: int) -> None:
         self._kernel, self._device, self._sizing, self._threads = kernel, device, sizing, threads
         self._down, self._up = SideStream(device), SideStream(device)
-        self._worker = ThreadPoolExecutor(1, "cpu-update", self._use_device)
+        # Neither thread may hold this object while it is idle: an engine can be dropped without being closed.
+        self._worker = ThreadPoolExecutor(1, "cpu-update", _use_device, (device,))
         self._kernels = ThreadPoolExecutor(1, "cpu-update-kernel")
         """Runs kernels only: what comes before and after one happens while it runs another."""
-        self._copies: list[Copies] | None = None
+        self._copies: list[Copies] = []
         self._chunks: list[Chunk] = []
         self._groups: list[Group] = []
         """Those of `_chunks`; made anew if other ones are given."""
         self._jobs: dict[int, Future[StreamEvent | None]] = {}
         """By flat's id; each ends with the event after which the device has its parameters, if they are kept there."""
 
-    def _use_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def holdings(self) -> list[tuple[str, str, torch.Tensor]]:
         """Return (category, name, tensor) of its host memory."""
-        return [("buffers", CPU_COPIES, each.pages.bytes) for each in self._copies or ()]
+        return [("buffers", CPU_COPIES, each.pages.bytes) for each in self._copies]
 
     def close(self) -> None:
-        """End the threads and free the host memory; nothing may be under way."""
+        """End the threads, once they have done what they were given, and free the host memory."""
         self._worker.shutdown()
         self._kernels.shutdown()
-        self._groups = []
-        for each in self._copies or ():
-            each.pages.release()
-        self._copies = None
+        self._release()
 
-    def prepare(self, flats: Iterable[Flat]) -> None:
-        """Make the buffers that any of these flats may need, in the first step."""
-        if self._copies is None:
-            specs = [flat.spec for flat in flats]
-            self._copies = [Copies(spec.nbytes, self._device) for spec in cpu_copies(specs, self._sizing)]
+    def _release(self) -> None:
+        self._chunks, self._groups = [], []
+        for each in self._copies:
+            each.pages.release()
+        self._copies = []
+
+    def _prepare(self, flats: Iterable[Flat]) -> None:
+        """Make the buffers that any of these flats may need, unless they are there."""
+        sizes = [spec.nbytes for spec in cpu_copies([flat.spec for flat in flats], self._sizing)]
+        if sum(sizes) > sum(copies.pages.nbytes for copies in self._copies):
+            self._release()
+            self._copies = [Copies(nbytes, self._device) for nbytes in sizes]
 
     def start(
-        self, chunks: list[Chunk], table: torch.Tensor, factor: torch.Tensor, skip: torch.Tensor, ready: StreamEvent
+        self,
+        flats: Iterable[Flat],
+        chunks: list[Chunk],
+        table: torch.Tensor,
+        factor: torch.Tensor,
+        skip: torch.Tensor,
+        ready: StreamEvent,
     ) -> None:
-        """Start updating these chunks, flat by flat, once the event is reached.
+        """Start updating these chunks of some of the flats, in their order, once the event is reached.
 
         `table` has a row of values for each class of counts and, within it, each group; gradients are multiplied by
         `factor`. If `skip` is 1 nothing changes.
         """
         numbers = Readback(torch.cat([table.flatten(), factor.view(1), skip.view(1)]))
         if chunks != self._chunks:
+            self._prepare(flats)
             self._chunks, self._groups = chunks, self._make_groups(chunks, table.shape[1])
         self._jobs = {id(chunk.flat): Future() for chunk in chunks}
         self._worker.submit(self._work, self._groups, numbers, ready, self._jobs)
@@ -163,16 +171,16 @@ class CpuPart:
         self, groups: list[Group], numbers: Readback, ready: StreamEvent, jobs: dict[int, Future[StreamEvent | None]]
     ) -> None:
         """Update all groups; run by the thread."""
+        running: list[Future[None]] = []
         try:
             ready.synchronize()
             *table, factor, skip = numbers.values().tolist()
             width = len(VALUES) + 1
             rows = [table[at : at + width] for at in range(0, len(table), width)]
-            ahead = max(1, len(self._copies or ()) - 1)
+            ahead = max(1, len(self._copies) - 1)
             groups = [] if skip else groups
             for group in groups[:ahead]:
                 self._bring(group, ready)
-            running: list[Future[None]] = []
             for i, group in enumerate(groups):
                 self._fill(group, rows, factor)
                 running.append(self._kernels.submit(self._kernel.run, group.calls, self._threads))
@@ -185,6 +193,7 @@ class CpuPart:
             for job in jobs.values() if skip else ():
                 job.set_result(None)
         except BaseException as error:  # raised where a flat's part is waited for
+            wait(running)  # what a kernel works on may be freed then
             for job in jobs.values():
                 if not job.done():
                     job.set_exception(error)
@@ -229,6 +238,12 @@ class CpuPart:
                 copied = copies.left = StreamEvent(self._device)
         if group.last:
             jobs[id(group.flat)].set_result(copied)
+
+
+def _use_device(device: torch.device) -> None:
+    """Make the device the thread's own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _on_device(flat: Flat) -> dict[str, torch.Tensor]:

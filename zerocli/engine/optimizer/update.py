@@ -23,6 +23,7 @@ from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
 from zerocli.engine.optimizer.whole_update import update_together, update_whole
 from zerocli.engine.streams import SideStream, SleepEvent, StreamEvent, Waits
 from zerocli.engine.units.unit import REPLICATED, Flat
+from zerocli.errors import Refused
 from zerocli.layout.buffers import Turns, slot_widths
 from zerocli.layout.constants import NUM_SLOTS
 from zerocli.layout.flats import Sizing
@@ -73,7 +74,7 @@ class Updater:
         """Chunks by flat's id; they are made again when classes of counts change, or what is updated."""
         self._known_for: tuple[int, frozenset[str]] = (-1, frozenset())
         self.interrupted = False
-        """Whether an error has left some states updated and others not."""
+        """Whether an error has left some states updated and others not, or they are being updated now."""
         self._left: dict[int, Flat] = {}
         """Flats by id whose update has not been fully issued, in order."""
         self._issued: dict[int, StreamEvent] = {}
@@ -91,7 +92,7 @@ class Updater:
             yield from self._cpu.holdings()
 
     def close(self) -> None:
-        """End the thread that makes the CPU's part; all updates must have been issued."""
+        """End the thread that makes the CPU's part, once it has made what it was given."""
         if self._cpu is not None:
             self._cpu.close()
 
@@ -145,18 +146,18 @@ class Updater:
         # Side streams begin here: gradients, the norm and the step's values are complete at this point of the stream.
         self._start = StreamEvent(self._device)
         if self._cpu is not None:
-            self._cpu.prepare(all_flats)
-            self._start_cpu([chunk for chunk in queued if chunk.on_cpu], values)
+            self._start_cpu(all_flats, [chunk for chunk in queued if chunk.on_cpu], values)
         # Resident parameters may be read without the engine, so their updates are all issued now unless that is
         # `deferred`; others are only started.
         resident = [flat for flat in flats if flat.offloaded and flat.resident is not None and not deferred]
+        # What is closed here is the same on all ranks: a rank alone may have found that its CPU takes no part.
         if resident:
             self.issue_updates(resident[-1])
-        elif self._queue and self._cpu is None:  # for the CPU's part the host would have to wait
+        elif self.on_cpu and self._queue:
             self.issue_updates(self._queue[0].flat)
         self.run_ahead(NUM_SLOTS)
 
-    def _start_cpu(self, chunks: list[Chunk], values: StepValues) -> None:
+    def _start_cpu(self, flats: list[Flat], chunks: list[Chunk], values: StepValues) -> None:
         """Start the CPU's part, once checkpoints have read what it changes."""
         assert self._cpu is not None
         with self._updating.run(after=self._start):
@@ -164,7 +165,7 @@ class Updater:
                 self.chunks.before_update(flat)
             ready = SleepEvent(self._device)
         if chunks:
-            self._cpu.start(chunks, *self.chunks.numbers(), values.skip, ready)
+            self._cpu.start(flats, chunks, *self.chunks.numbers(), values.skip, ready)
 
     def _update_whole(self, flats: list[Flat], values: StepValues) -> None:
         """Update one flat; or all in one step of the user's optimizer, see `PersistentOptimizer.together`."""
@@ -210,8 +211,13 @@ class Updater:
 
     def issue_updates(self, flat: Flat | None = None) -> None:
         """Issue all updates up to and including this flat's, or all that are left if None."""
-        if flat is not None and not self.has_pending_update(flat):
+        if not self._left or (flat is not None and not self.has_pending_update(flat)):
             return
+        if self.interrupted:
+            raise Refused(
+                "an update has failed before its end, so some states are updated and others are not: close this "
+                "engine, make another, and load the last checkpoint into it"
+            )
         self.interrupted = True
         self._issue_up_to(flat)
         self.interrupted = False
@@ -220,9 +226,9 @@ class Updater:
         """Issue chunks that the device can begin now, so that the link does not wait until the host needs them.
 
         Parameters that are gathered from a tier are left: their update writes them to the gather's memory, which must
-        be known. Nothing here waits, and no other rank takes part.
+        be known. Nothing here waits for a tier or takes part in a collective.
         """
-        if not self.on_cpu and self._at < len(self._queue) + LEAD:
+        if not (self.on_cpu or self.interrupted) and self._at < len(self._queue) + LEAD:
             self.interrupted = True
             self._run_ahead(most)
             self.interrupted = False
