@@ -8,6 +8,8 @@ from lengths import LONG
 from ranks import run_cases
 from small_gpt import make, train_step
 
+import zerocli
+
 CASES = [
     {"stage": 1, "offload": "optimizer=cpu"},
     {"stage": 2, "offload": "optimizer=hbm:200KiB+cpu"},
@@ -50,4 +52,28 @@ def test_forward_begins_before_all_updates_are_issued(deferred):
     )
     train_step(engine, 1)
     assert seen == [deferred]
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_tensors_on_parameters_are_refused_while_their_update_is_under_way(stage, tmp_path):
+    """Those that were taken before the step, which no guard of the parameter itself sees."""
+    engine = make(stage=stage, offload="optimizer=cpu", defer_update=True, **STREAM)
+    model = engine.model
+    taken = [p.data for p in model.parameters()], [p.detach() for p in model.parameters()], model.state_dict()
+    for step in range(2):
+        train_step(engine, step)
+        for kept in (taken[0][0], taken[1][-1], next(iter(taken[2].values()))):
+            with pytest.raises(zerocli.Refused, match=r"defer_update=True: call engine.synchronize\(\) first"):
+                kept.mul_(0.5)
+        with pytest.raises(zerocli.Refused, match="is used before its update is done"):
+            torch.save(taken[2], tmp_path / "weights.pt")
+        with pytest.raises(zerocli.Refused, match="before load_state_dict"):
+            engine.units[-1].module.load_state_dict({})
+        engine.synchronize()
+        values = engine.state_dict()
+        for (name, _), kept in zip(model.named_parameters(), taken[0], strict=True):
+            assert type(kept) is torch.Tensor and torch.equal(kept, values[name])
+        taken[0][0].mul_(0.5)
+        assert torch.equal(next(model.parameters()), taken[0][0])
     engine.close()

@@ -113,3 +113,17 @@ def test_clipping_is_by_the_exact_global_norm():
 def test_reduction_in_fp32_on_request():
     losses = run_ranks(2, _train, {"stage": 3, "precision": "bf16", "reduce": "fp32", "steps": 5})
     assert losses[0] == pytest.approx(train_uneven(stage=0, steps=5), rel=0.02)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cast_inputs": True}], ids=str)
+def test_running_statistics_in_fp32_are_refused_by_name_and_the_layer_can_stay_in_fp32(settings):
+    def train(**more):
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        engine = zerocli.shard(model, stage=1, device="cpu", precision="bf16", **settings, **more)
+        engine.backward(engine(torch.randn(4, 6)).float().square().mean())
+        engine.step()
+        engine.close()
+
+    with pytest.raises(zerocli.Refused, match=r"^1 has weights in torch.bfloat16 .* keep_fp32='\^1\[\.\]'"):
+        train()
+    train(keep_fp32="^1[.]")

@@ -86,6 +86,7 @@ class Engine:
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
         self.passes = Backward(self, settings.accumulate)
+        self.passes.gradients.deferred = settings.defer_update
         self.member = Member(type(self.model).__name__)
         self.member.passes = self.passes
         self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))

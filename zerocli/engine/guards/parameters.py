@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from zerocli.errors import Refused
 _DATA: Any = torch._C.TensorBase.data
 _GRAD: Any = torch._C.TensorBase.grad
 _SHARDING = "_zerocli_sharding"
+_ALIASED = "_zerocli_aliased"
 
 READABLE = frozenset(
     "shape dtype device layout requires_grad is_leaf grad_fn grad ndim names itemsize nbytes _version _backward_hooks "
@@ -46,12 +48,14 @@ class Gradients:
         self.in_backward = False
         self.data_read = False
         """Whether `p.data` of some parameter was read since the ranks last compared values: edits may have followed."""
+        self.deferred = False
+        """Whether updates may still be under way after `step`."""
 
 
 class Sharding:
     """A parameter's link to its engine, and the state in which its values were last known."""
 
-    __slots__ = ("address", "gradients", "handed_out", "name", "version")
+    __slots__ = ("address", "aliases", "gradients", "handed_out", "name", "version")
 
     def __init__(self, name: str, gradients: Gradients) -> None:
         self.name, self.gradients = name, gradients
@@ -61,10 +65,28 @@ class Sharding:
         """torch's version counter when the values were last known."""
         self.address = 0
         """Address of the values at that time."""
+        self.aliases: list[weakref.ref[torch.Tensor]] = []
+        """Tensors on the values that were handed out, if updates are deferred."""
 
     def hand_out(self) -> None:
         """Note that the user has a tensor on the values, through which they may be edited."""
         self.handed_out = self.gradients.data_read = True
+
+    def follow(self, alias: torch.Tensor) -> None:
+        """Remember a tensor on the values that the user gets: its use is refused while an update is under way."""
+        if self.gradients.deferred:
+            self.aliases = [each for each in self.aliases if each() is not None] + [weakref.ref(alias)]
+
+    def await_update(self, pending: bool) -> None:
+        """Refuse reads of the tensors that were handed out while an update is `pending`; else allow them again."""
+        for alias in [each() for each in self.aliases]:
+            if alias is None:
+                continue
+            if pending and not isinstance(alias, Awaited):
+                alias.__dict__[_ALIASED] = self.name
+                alias.__class__ = derived(Awaited, type(alias))
+            elif not pending and isinstance(alias, Awaited):
+                alias.__class__ = alias._zerocli_class
 
 
 class Guarded:
@@ -110,8 +132,10 @@ class Whole(Guarded):
 
     @property
     def data(self) -> torch.Tensor:
-        self.__dict__[_SHARDING].hand_out()
+        sharding: Sharding = self.__dict__[_SHARDING]
+        sharding.hand_out()
         found: torch.Tensor = _DATA.__get__(self)
+        sharding.follow(found)
         return found
 
     @data.setter
@@ -137,7 +161,9 @@ class Whole(Guarded):
                 f"nn.Parameter({name}) would be a second parameter in the engine's memory: use the parameter itself, "
                 "or nn.Parameter(p.detach().clone()) for one with values of its own"
             )
-        return torch.Tensor.detach(cast(torch.Tensor, self))
+        found = torch.Tensor.detach(cast(torch.Tensor, self))
+        self.__dict__[_SHARDING].follow(found)
+        return found
 
 
 class Released(Guarded):
@@ -192,6 +218,27 @@ class Pending(Guarded):
     def __repr__(self) -> str:
         mine = cast(torch.Tensor, self)
         return f"PendingParameter({name_of(mine)}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
+
+
+class Awaited:
+    """Mixin of the class of a tensor on a pending parameter's values, such as `p.data` or one of a state dict."""
+
+    _zerocli_class: type
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if reads_no_values(func) or getattr(func, "__name__", "") == "data_ptr":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise Refused(
+            f"a tensor on the memory of {_first((args, kwargs), Awaited)} (p.data, p.detach() or one of "
+            "model.state_dict()) is used before its update is done, because of defer_update=True: call "
+            "engine.synchronize() first, or keep a copy (.clone())"
+        )
+
+    def __repr__(self) -> str:
+        mine = cast(torch.Tensor, self)
+        return f"AwaitedTensor({self.__dict__[_ALIASED]}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
 
 
 _CONVERSIONS = frozenset("to float half bfloat16 double cpu cuda type contiguous".split())
@@ -272,10 +319,10 @@ def first_released(values: Any) -> str:
     return _first(values, Released)
 
 
-def _first(values: Any, kind: type[Guarded]) -> str:
+def _first(values: Any, kind: type) -> str:
     """Return the name of the first parameter of a kind in nested containers, or an empty string."""
     if isinstance(values, kind):
-        return name_of(cast(torch.Tensor, values))
+        return str(values.__dict__.get(_ALIASED) or name_of(cast(torch.Tensor, values)))
     if isinstance(values, dict):
         values = values.values()
     if isinstance(values, tuple | list) or type(values).__name__ == "dict_values":
@@ -452,4 +499,5 @@ def count_change(parameters: Sequence[nn.Parameter]) -> None:
 def expect_update(parameter: nn.Parameter, pending: bool) -> None:
     """Refuse reads of a whole parameter while its update is pending; not `pending`: allow them again."""
     if isinstance(parameter, Whole if pending else Pending):
+        parameter.__dict__[_SHARDING].await_update(pending)
         parameter.__class__ = derived(Pending if pending else Whole, parameter._zerocli_class)

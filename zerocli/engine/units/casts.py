@@ -66,7 +66,16 @@ class InputCasts:
 
     def explain(self, error: BaseException) -> str:
         """Return what to do about torch's error if dtypes did not match; else an empty string."""
-        if not self.active or not isinstance(error, RuntimeError) or not _MISMATCH.search(str(error)):
+        if not isinstance(error, RuntimeError) or not _MISMATCH.search(str(error)):
+            return ""
+        norm = _failed_batch_norm(error)
+        if name := next((name for name, module in self._model.named_modules() if module is norm), ""):
+            return (
+                f"{name} has weights in {self._compute} and running statistics in fp32, which this device does not "
+                f"compute with: keep such layers in fp32, this one by shard(..., keep_fp32='^{re.escape(name)}[.]'). "
+                f"torch says: {str(error)[:200]}"
+            )
+        if not self.active:
             return ""
         return (
             f"a floating-point input meets parameters of {self._compute} in an operation that wants one dtype: cast it "
@@ -77,6 +86,17 @@ class InputCasts:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _failed_batch_norm(error: BaseException) -> nn.Module | None:
+    """Return the layer with running statistics in whose forward torch raised the error, if there is one."""
+    found, at = None, error.__traceback__
+    while at is not None:
+        module = at.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+            found = module
+        at = at.tb_next
+    return found
 
 
 def _demands(module: nn.Module, compute: torch.dtype) -> bool:

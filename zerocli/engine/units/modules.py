@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zerocli.engine.guards.parameters import Released
+from zerocli.engine.guards.parameters import Pending, Released
 from zerocli.engine.units.divide import outside
 from zerocli.engine.units.odd_widths import linear_forward
 from zerocli.engine.units.unit import Unit
@@ -166,6 +166,11 @@ def _load(module: nn.Module, entry: Entry) -> Callable[..., Any]:
             return entry.hooks.engine.load_state_dict(state_dict, strict)
         if any(isinstance(p, Released) for p in module.parameters()):
             return entry.hooks.engine.load_part(module, state_dict, strict)
+        if any(isinstance(p, Pending) for p in module.parameters()):  # torch would put our refusal into a RuntimeError
+            raise Refused(
+                f"parameters of this {type(module).__name__} are being updated, because of defer_update=True: call "
+                "engine.synchronize() before load_state_dict"
+            )
         return original(state_dict, strict=strict, assign=assign)
 
     return load_state_dict
