@@ -76,4 +76,19 @@ def test_tensors_on_parameters_are_refused_while_their_update_is_under_way(stage
             assert type(kept) is torch.Tensor and torch.equal(kept, values[name])
         taken[0][0].mul_(0.5)
         assert torch.equal(next(model.parameters()), taken[0][0])
+    train_step(engine, 2)
+    engine.close()
+    assert torch.equal(next(model.parameters()), taken[0][0])
+
+
+def test_a_view_from_before_shard_is_refused_while_its_update_is_under_way():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    kept = model[1].weight.detach().view(-1)
+    engine = zerocli.shard(model, stage=1, offload="optimizer=cpu", defer_update=True, device="cpu", **STREAM)
+    engine.backward(engine(torch.randn(4, 8)).sum())
+    engine.step()
+    with pytest.raises(zerocli.Refused, match="the memory of 1.weight"):
+        kept.norm()
+    engine(torch.randn(4, 8))
+    assert torch.equal(kept, model[1].weight.detach().view(-1))
     engine.close()

@@ -467,6 +467,7 @@ class Engine:
         self.hooks.close()
         self.reducer.close()
         for flat in self.flats():
+            flat.forbid_reads(False)
             if flat.resident is not None:  # the others have no values, and reading them stays an error
                 for parameter in flat.parameters:
                     unguard(parameter)

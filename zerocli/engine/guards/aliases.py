@@ -255,7 +255,7 @@ class Aliases:
         for alias in self._found:
             flat, offset = places[id(alias.parameter)]
             if flat.resident is not None and _follow(alias, flat.resident, offset):
-                may_be_edited(alias.parameter)
+                may_be_edited(alias.parameter, None if alias.buffer else alias.tensor)
                 if alias.buffer:  # placing buffers may have made a copy of it
                     owner, _, key = alias.buffer.rpartition(".")
                     self._model.get_submodule(owner)._buffers[key] = alias.tensor

@@ -469,11 +469,16 @@ def edited(parameter: nn.Parameter) -> bool:
     return sharding is not None and (sharding.handed_out or parameter._version != sharding.version)
 
 
-def may_be_edited(parameter: nn.Parameter) -> None:
-    """Record that the user has a tensor on a parameter's memory; edits through it do not change the version counter."""
+def may_be_edited(parameter: nn.Parameter, alias: torch.Tensor | None) -> None:
+    """Record that the user has a tensor on a parameter's memory; edits through it do not change the version counter.
+
+    With an `alias` that is no buffer of the model, its reads are refused while an update is under way.
+    """
     sharding: Sharding | None = parameter.__dict__.get(_SHARDING)
     if sharding is not None:
         sharding.hand_out()
+        if alias is not None:
+            sharding.follow(alias)
 
 
 def note_values(parameter: nn.Parameter, kept: bool = False) -> None:
