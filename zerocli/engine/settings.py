@@ -98,7 +98,8 @@ class Settings(Sharding):
     defer_update: bool = False
     """Whether the next forward starts before parameters that stay on the device are updated, and waits for each unit's
     when it reaches the unit: that hides the transfers of offloaded optimizer states. Between a step and the next
-    forward such parameters may then be read only through the engine (`state_dict`, `gathered`, `synchronize`)."""
+    forward such parameters, and tensors that were taken of them, may then be read only through the engine
+    (`state_dict`, `gathered`, `synchronize`)."""
 
 
 class Keywords(TypedDict, total=False):
