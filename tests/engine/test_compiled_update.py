@@ -340,15 +340,22 @@ def test_an_engine_that_is_dropped_is_freed_with_its_threads(monkeypatch):
 
 @needs_compiler
 def test_a_larger_layer_that_is_unfrozen_later_has_room_for_its_copies(monkeypatch):
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 256), torch.nn.Linear(256, 16))
-    model[1].requires_grad_(False)
-    model[2].requires_grad_(False)
-    engine = shared(1.0, monkeypatch, model, stage=3, offload="optimizer=cpu")
-    for step in range(3):
-        model[1].requires_grad_(step > 0)
-        engine.backward(engine(torch.randn(8, 16)).square().mean())
-        engine.step()
-    engine.close()
+    def trained(share: float) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 256), torch.nn.Linear(256, 16))
+        model[2].requires_grad_(False)
+        model[1].requires_grad_(False)
+        engine = shared(share, monkeypatch, model, stage=3, offload="optimizer=cpu")
+        for step in range(3):
+            model[1].requires_grad_(step > 0)
+            engine.backward(engine(torch.randn(8, 16)).square().mean())
+            engine.step()
+        found = engine.state_dict()
+        engine.close()
+        return found
+
+    alone, shares = trained(0.0), trained(1.0)
+    assert all(torch.equal(alone[name], value) for name, value in shares.items())
 
 
 @pytest.fixture

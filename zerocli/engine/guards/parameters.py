@@ -205,15 +205,14 @@ class Released(Guarded):
 class Pending(Guarded):
     """A parameter whose update is under way: its values are the last step's until its module is used."""
 
+    _refusal = (
+        "{} is read before its update is done, because of defer_update=True: call engine.synchronize() first, or read "
+        "it through engine.gathered or state_dict"
+    )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if reads_no_values(func) or getattr(func, "__name__", "") == "data_ptr":
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise Refused(
-            f"{_first((args, kwargs), Pending)} is read before its update is done, because of defer_update=True: call "
-            "engine.synchronize() first, or read it through engine.gathered or state_dict"
-        )
+        return _without_values(Pending, func, args, kwargs or {})
 
     def __repr__(self) -> str:
         mine = cast(torch.Tensor, self)
@@ -224,21 +223,26 @@ class Awaited:
     """Mixin of the class of a tensor on a pending parameter's values, such as `p.data` or one of a state dict."""
 
     _zerocli_class: type
+    _refusal = (
+        "a tensor on the memory of {} (p.data, p.detach() or one of model.state_dict()) is used before its update is "
+        "done, because of defer_update=True: call engine.synchronize() first, or keep a copy (.clone())"
+    )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if reads_no_values(func) or getattr(func, "__name__", "") == "data_ptr":
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise Refused(
-            f"a tensor on the memory of {_first((args, kwargs), Awaited)} (p.data, p.detach() or one of "
-            "model.state_dict()) is used before its update is done, because of defer_update=True: call "
-            "engine.synchronize() first, or keep a copy (.clone())"
-        )
+        return _without_values(Awaited, func, args, kwargs or {})
 
     def __repr__(self) -> str:
         mine = cast(torch.Tensor, self)
         return f"AwaitedTensor({self.__dict__[_ALIASED]}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
+
+
+def _without_values(kind: type[Pending | Awaited], func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function that reads no values; refuse another one, with the name of its first tensor of the kind."""
+    if reads_no_values(func) or getattr(func, "__name__", "") == "data_ptr":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    raise Refused(kind._refusal.format(_first((args, kwargs), kind)))
 
 
 _CONVERSIONS = frozenset("to float half bfloat16 double cpu cuda type contiguous".split())
