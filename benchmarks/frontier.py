@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from seconds import GIB, Case, machine_here, measure  # noqa: E402
 
+from zerocli import config as configs  # noqa: E402
 from zerocli.config import ModelConfig  # noqa: E402
 from zerocli.config.options import AUTOMATIC  # noqa: E402
 from zerocli.layout.recompute import read_recompute  # noqa: E402
@@ -51,10 +52,10 @@ PEERS = {"DeepSpeed 2, optimizer": (17.4, 1.86), "FSDP2, CPU offload": (12.4, 2.
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", default="32x2560x20", help="Layers x hidden x heads.")
+@click.option("--model", default="32x2560x20", help="Layers x hidden x heads of a GPT-2, or a configuration's name.")
 @click.option("--batch", type=int, default=16, help="Sequences.")
 @click.option("--seq", type=int, default=1024, help="Tokens each.")
-@click.option("--vocab", type=int, default=50304, help="Tokens that the model knows.")
+@click.option("--vocab", type=int, default=50304, help="Tokens that a GPT-2 knows.")
 @click.option("--caps", default="8,12,16,24,32,48", help="GiB of the device.")
 @click.option("--grid/--no-grid", default=True, help="Whether placements by hand are measured.")
 @click.option("--steps", type=int, default=3, help="Timed steps.")
@@ -69,8 +70,7 @@ def main(
 ) -> None:  # fmt: skip
     """Measure what `--auto` chooses under each cap, and the grid."""
     began = time.perf_counter()
-    layers, hidden, heads = map(int, model.split("x"))
-    config = ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab=vocab, tie=False)
+    config = model_of(model, vocab)
     base = Case(config, batch, seq)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[dict[str, Any]] = []
@@ -117,6 +117,15 @@ def main(
         Path(path).write_text(json.dumps({"schema": 1, "rows": rows}, indent=2))
     if plot:
         Path(plot).write_text(draw(rows))
+
+
+def model_of(words: str, vocab: int) -> ModelConfig:
+    """Return a GPT-2 of "32x2560x20", or the model of a configuration such as "llama3-8b"."""
+    try:
+        layers, hidden, heads = map(int, words.split("x"))
+    except ValueError:
+        return configs.load(words, []).model
+    return ModelConfig(layers=layers, hidden=hidden, heads=heads, vocab=vocab, tie=False)
 
 
 def draw(rows: list[dict[str, Any]]) -> str:
