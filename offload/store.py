@@ -108,6 +108,9 @@ class Store:
     def _track(self, transfer: Transfer, start: int, numel: int) -> Transfer:
         transfer.what = self.what
         # Failed ones stay, so that `finish_transfers` raises their error. A new list: another thread may read the old.
-        left = [each for each in self._open if not each[0].done or each[0].error is not None]
-        self._open = [*left, (transfer, range(start, start + numel))]
+        # Only the oldest are asked: each answer is a call to the device, and an update has many under way.
+        done = 0
+        while done < len(self._open) and self._open[done][0].done and self._open[done][0].error is None:
+            done += 1
+        self._open = [*self._open[done:], (transfer, range(start, start + numel))]
         return transfer

@@ -15,6 +15,7 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -59,7 +60,7 @@ class Block:
     generation: int
     reserved: int = field(repr=False)
     _handle: Any = field(repr=False)
-    _uses: list[_Use] = field(default_factory=list, repr=False)
+    _uses: deque[_Use] = field(default_factory=deque, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _freed: bool = False
 
@@ -260,9 +261,13 @@ class Tier(ABC):
                 return Transfer.finished(0)
             start = offset // self._hazard_nbytes * self._hazard_nbytes
             end = round_up(offset + data.numel(), self._hazard_nbytes)
-            block._uses = [use for use in block._uses if not use.transfer.done]
+            # Each answer may be a call to a driver, so only the oldest are asked, and those that touch these bytes.
+            while block._uses and block._uses[0].transfer.done:
+                block._uses.popleft()
             after = [
-                use.transfer for use in block._uses if (writes or use.changes) and use.start < end and start < use.end
+                use.transfer
+                for use in block._uses
+                if (writes or use.changes) and use.start < end and start < use.end and not use.transfer.done
             ]
             transfer = (self._write if writes else self._read)(block._handle, data, offset, after)
             if not transfer.done:
@@ -282,7 +287,7 @@ class Tier(ABC):
             if wait:
                 _drain(block)
             if all(self._is_over(use.transfer) for use in block._uses):
-                block._uses = []
+                block._uses.clear()
                 self._free(block._handle)
                 block._handle = None
                 self._used -= block.reserved

@@ -7,6 +7,7 @@ import gc
 import math
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection
 
@@ -215,7 +216,7 @@ def shared(share: float, monkeypatch, model: torch.nn.Module, **settings: object
         "numbers",
         lambda self: (table_of(self._values["cpu"], True), 1 / self._values["cpu"].grad_scale),
     )
-    about = {"staging_nbytes": 6 * 20 * 1024, "units": torch.nn.Linear, "precision": "bf16", "lr": 0.01}
+    about = {"staging_nbytes": 6 * 20 * 512, "units": torch.nn.Linear, "precision": "bf16", "lr": 0.01}
     return zerocli.shard(model, **about, **settings)
 
 
@@ -334,8 +335,12 @@ def test_an_engine_that_is_dropped_is_freed_with_its_threads(monkeypatch):
     engine.synchronize()
     held = weakref.ref(next(engine.trainable()).record)
     del engine
-    gc.collect()
-    assert held() is None
+    for _ in range(200):  # the thread may be on its way out of its last job
+        gc.collect()
+        if held() is None:
+            return
+        time.sleep(0.05)
+    raise AssertionError("something still holds the engine")
 
 
 @needs_compiler

@@ -21,6 +21,7 @@ from tiers.dram import DramTier
 from tiers.errors import TierError
 from tiers.registry import open_tier
 from tiers.transfer import Transfer
+from zerocli.layout.constants import NUM_SLOTS
 
 PAGE = 4096
 
@@ -180,7 +181,7 @@ def test_slots_of_the_update_and_copies_read_ahead_have_a_budget_each(tmp_path):
 
     ahead, chunk = budgets()
     assert ahead == 512 << 20
-    assert budgets(staging_nbytes=1 << 20) == (ahead, (1 << 20) // 6 // 20 // 64 * 64)
+    assert budgets(staging_nbytes=1 << 20) == (ahead, (1 << 20) // NUM_SLOTS // 18 // 64 * 64)
     assert budgets(read_ahead_nbytes=1 << 20) == (1 << 20, chunk)
 
 

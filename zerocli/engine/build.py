@@ -221,7 +221,7 @@ class Builder:
 
     def open_states(self, flat: Flat, tier: str) -> Record:
         """Return an empty record for a flat's master and optimizer states."""
-        cuts = [0, *(span.stop for _, span in flat.spec.chunks(self._sizing.chunk))]
+        cuts = [0, *(span.stop for span in flat.spec.chunks(self._sizing.chunk))]
         opened = self._tiers.open(tier, "optimizer")
         record = Record(opened, self.arrays(flat), cuts, self._tiers.traffic, self._tiers.verifier)
         record.store.what = f"the optimizer states of {flat.unit.title}"

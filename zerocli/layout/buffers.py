@@ -362,12 +362,12 @@ def _slot_sizes(flat: FlatSpec, sizing: Sizing) -> Iterator[tuple[int, list[tupl
 
 
 def chunk_runs(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (count, size) of each run of equal chunks of a flat, by optimizer group."""
-    for _, segment in flat.layout.segments(flat.held):
-        if segment.numel >= numel:
-            yield segment.numel // numel, numel
-        if segment.numel % numel:
-            yield 1, segment.numel % numel
+    """Yield (count, size) of each run of equal chunks of a flat."""
+    whole, rest = divmod(flat.held.numel, numel)
+    if whole:
+        yield whole, numel
+    if rest:
+        yield 1, rest
 
 
 def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:

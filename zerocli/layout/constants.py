@@ -21,15 +21,17 @@ NARROWED_AT_A_TIME = 4 << 20
 """Elements that are rounded from fp32 to bf16 at a time, through an fp32 copy."""
 MIN_COMPILED_STEPS = 200
 """`model.compile=auto` compiles runs of at least this many steps: compiling takes as long as tens of steps, or more."""
-CPU_GROUP = 4
+CPU_GROUP = 2
 """Chunks that the CPU updates at once where it takes a part in the update beside a device, at most."""
 NUM_CPU_COPIES = 4
 """Groups of chunks whose gradients or parameters are copied for the CPU at once: the link has much else to carry, and a
 copy that is asked for one group ahead comes too late (measured on an H200)."""
 LEAST_CPU_SHARE = 0.1
 """It takes no smaller part: copies and its thread take time of the host's."""
-NUM_SLOTS = 6
-"""Chunks of an update that are in flight at once."""
+NUM_SLOTS = 4
+"""Chunks of an update that are in flight at once: two are fetched while others are updated and written back. The host
+takes 0.4 to 1 ms for a chunk of any size, so that six smaller ones in the same memory kept it as busy as the link
+(measured beside an H200)."""
 MAX_BUCKETS = 8
 """Reduction buckets of one kind, at most."""
 PAGE_NBYTES = 4096
@@ -64,9 +66,9 @@ def chunk_tokens(vocab: int, device: str) -> int:
     return tokens // 128 * 128 or max(tokens, 1)
 
 
-def stream_chunk(staging_nbytes: int, num_states: int) -> int:
+def stream_chunk(staging_nbytes: int, num_states: int, split: bool = False) -> int:
     """Return the elements of a chunk such that all slots together stay within the staging budget."""
-    element = 4 * (num_states + 1) + 4 + 4  # master and states, a gradient, a new parameter
+    element = 4 * num_states + (2 if split else 4) + 4 + 2  # states, what the master has beside them, a gradient
     return max(64, staging_nbytes // NUM_SLOTS // element // 64 * 64)
 
 

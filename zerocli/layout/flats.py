@@ -90,7 +90,7 @@ class Sizing:
     @property
     def chunk(self) -> int:
         """Elements per chunk of states that pass through the update's slots."""
-        return stream_chunk(self.staging_nbytes, self.num_states)
+        return stream_chunk(self.staging_nbytes, self.num_states, self.split_master)
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,9 @@ class FlatSpec:
             sizes["optimizer"] = self.own.numel * sizing.state_width(self.width)
         return sizes
 
-    def chunks(self, numel: int) -> list[tuple[int, Span]]:
-        """Return (group, span) of pieces of at most `numel` elements that tile `held`; spans count from its start."""
-        return [
-            (group, span)
-            for group, segment in self.layout.segments(self.held)
-            for span in segment.shifted(-self.held.start).pieces(numel)
-        ]
+    def chunks(self, numel: int) -> list[Span]:
+        """Return pieces of at most `numel` elements that tile `held`; they count from its start."""
+        return list(Span(0, self.held.numel).pieces(numel))
 
 
 def flat_spec(

@@ -11,6 +11,7 @@ import torch
 from offload.record import UNIT
 from tiers.transfer import Transfer
 from zerocli.engine.guards.holders import mark_own
+from zerocli.engine.optimizer.counts import Part
 from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues
 from zerocli.engine.optimizer.piece import PieceUpdate, empty_beside
@@ -30,8 +31,8 @@ class Chunk:
 
     flat: Flat
     span: Span
-    parts: tuple[tuple[Span, int, int], ...]
-    """The spans to update, relative to the chunk's start, each with its group and class of counts; see counts.py."""
+    parts: tuple[Part, ...]
+    """What to update, relative to the chunk's start."""
     last: bool
     """Whether it is the last chunk of its flat."""
     passing: frozenset[str] = frozenset()

@@ -13,6 +13,9 @@ import torch
 
 from zerocli.layout.shards import Layout, Span
 
+Part = tuple[Span, int, int]
+"""A span to update, its group and its class of counts."""
+
 
 class Counts:
     """The number of updates of every parameter, by name; `values` holds one number for each class of equal history."""
@@ -117,7 +120,7 @@ class Counts:
         return found
 
 
-def within(segments: Sequence[tuple[Span, int]], chunk: Span) -> list[tuple[Span, int]]:
-    """Return the parts of the segments within a chunk, relative to the chunk's start."""
-    cut = [(span.intersect(chunk).shifted(-chunk.start), at) for span, at in segments]
-    return [(span, at) for span, at in cut if span.numel]
+def within(parts: Sequence[Part], chunk: Span) -> tuple[Part, ...]:
+    """Return what a chunk has of these parts, relative to the chunk's start."""
+    cut = [(span.intersect(chunk).shifted(-chunk.start), group, at) for span, group, at in parts]
+    return tuple(part for part in cut if part[0].numel)

@@ -71,6 +71,9 @@ class CpuPart:
         self._chunks: list[Chunk] = []
         self._groups: list[Group] = []
         """Those of `_chunks`; made anew if other ones are given."""
+        self.copied: StreamEvent | None = None
+        """The end of the last copy of new parameters to the device. What is fetched later must wait for it: a link that
+        is never idle would carry the fetches first, and the next group waits for this one's memory."""
         self._jobs: dict[int, Future[StreamEvent | None]] = {}
         """By flat's id; each ends with the event after which the device has its parameters, if they are kept there."""
 
@@ -235,7 +238,7 @@ class CpuPart:
             with self._up.run(after=ready):
                 for room, place in group.brought["parameters"]:
                     own[place].copy_(room, non_blocking=True)
-                copied = copies.left = StreamEvent(self._device)
+                copied = copies.left = self.copied = StreamEvent(self._device)
         if group.last:
             jobs[id(group.flat)].set_result(copied)
 

@@ -267,6 +267,8 @@ class Updater:
         self._at += 1
         if i < len(self._queue):
             with self._fetching.run(after=self._start):
+                if self._cpu is not None and self._cpu.copied is not None:
+                    self._cpu.copied.wait()
                 self.chunks.fetch(self._queue[i], self._slots[i % NUM_SLOTS])
         if i < LEAD:
             return
@@ -320,18 +322,16 @@ class Updater:
 
     def _make_chunks(self, flat: Flat) -> list[Chunk]:
         passing = frozenset(slot_widths(flat.spec, self._sizing))
-        segments = [
-            (span.shifted(-flat.held.start), at) for span, at in self._counts.segments(flat.layout, self._inactive)
+        counted = self._counts.segments(flat.layout, self._inactive)
+        parts = [
+            (span.intersect(region), group % REPLICATED, at)
+            for group, region in flat.layout.segments(flat.held)
+            for span, at in counted
         ]
         together = self.chunks.fuses(flat) and not flat.offloaded  # one launch for the whole flat
         size = self._sizing.chunk if flat.offloaded else self.pieces.numel_at_once(flat.dtype, self._device)
-        chunks = [
-            (span, tuple((part, group % REPLICATED, at) for part, at in within(segments, span)))
-            for group, span in flat.spec.chunks(max(1, flat.held.numel) if together else size)
-        ]
-        if together:
-            parts = [(part.shifted(span.start), group, at) for span, found in chunks for part, group, at in found]
-            chunks = [(Span(0, flat.held.numel), tuple(parts))]
+        spans = flat.spec.chunks(max(1, flat.held.numel) if together else size)
+        chunks = [(span, within(parts, span.shifted(flat.held.start))) for span in spans]
         chunks = [chunk for chunk in chunks if chunk[1]] or [(Span(0, 0), ())]
         first = self._turns.take(flat.spec, len(chunks)) if chunks[0][1] else 0
         if first == len(chunks):

@@ -105,13 +105,11 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
 
 
 def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
-    """Return the chunks of an update; vectors, which have no weight decay, are not in one chunk with matrices."""
+    """Return the chunks of an update."""
     shared, chunk, found = setup.tp * (setup.shards if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
     for unit, number in units:
-        trained = [each for each in unit.parameters if each.trainable]
-        matrices = sum(each.numel for each in trained if len(each.shape) >= 2)
-        vectors = any(len(each.shape) < 2 for each in trained) / shared  # at the end of the flat, so on one rank
-        found += number * (math.ceil(matrices / shared / chunk) + vectors)
+        trained = sum(each.numel for each in unit.parameters if each.trainable)
+        found += number * math.ceil(trained / shared / chunk)
     return found
 
 
