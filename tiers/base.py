@@ -38,7 +38,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """Return the same memory as a flat uint8 tensor; the tensor must be contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"a transfer needs a contiguous tensor, not strides {tensor.stride()} of {list(tensor.shape)}")
-    return tensor.detach().reshape(-1).view(uint8)
+    flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
+    return flat.view(uint8)
 
 
 @dataclass(frozen=True)
