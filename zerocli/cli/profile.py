@@ -26,6 +26,10 @@ STEPS = 6
 DEFAULTS = {"steps": str(STEPS), "batch": "8", "seq": "128", "accumulate": "1", "lr": "3e-4"}
 DEFAULTS |= {"eval_every": "0", "save_every": "never"}
 
+UNEVALUATED = {"train.eval_every": 0, "train.patience": 0, "checkpoint.best": False, "train.sample_every": 0}
+"""What a configuration says of them has no effect unless evaluations are asked for: work between steps is no part of
+the step that is profiled."""
+
 
 @click.command()
 @functools.partial(config_options, shown=DEFAULTS)
@@ -128,9 +132,11 @@ def _show_runs(paths: list[str], given: dict[str, Any]) -> int:
 
 def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: str | None, given: dict[str, Any]) -> int:
     source, flags, worker = asked(ctx, source, run_dir)
-    said = any(text.partition("=")[0].strip() == "train.steps" for text in sets)
-    if flags["train.steps"] is None and flags["train.epochs"] is None and not said and not given["resume"]:
+    said = {text.partition("=")[0].strip() for text in sets} | {key for key, each in flags.items() if each is not None}
+    if not said & {"train.steps", "train.epochs"} and not given["resume"]:
         flags |= {"train.steps": STEPS, "train.epochs": 0.0}
+    if "train.eval_every" not in said:
+        flags |= {key: value for key, value in UNEVALUATED.items() if key not in said}
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
     options = run_options(ctx, folder_of_run(ctx, run_dir, config.name, worker), given["resume"], flags)
