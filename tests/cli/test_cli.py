@@ -259,6 +259,24 @@ def test_train_starts_the_ranks_with_the_resolved_arguments(config_file, monkeyp
     assert seen[1] == seen[0]
 
 
+def test_weights_are_read_ahead_while_ranks_start(config_file, monkeypatch, tmp_path):
+    asked, weights = [], tmp_path / "weights"
+    weights.mkdir()
+    (weights / "model.safetensors").write_bytes(bytes(3 * machine.AHEAD_NBYTES + 5))
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: asked.append((start, nbytes, advice)))
+    read_ahead = machine.read_ahead
+    monkeypatch.setattr(machine, "read_ahead", lambda folder: read_ahead(folder).join())
+    monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: 5)
+    words = ["train", config_file, "--run-dir", str(tmp_path / "run"), "--init-from", str(weights)]
+    assert cli.run(words) == 5
+    each = machine.AHEAD_NBYTES
+    assert asked == [(start, each, os.POSIX_FADV_WILLNEED) for start in range(0, 4 * each, each)]
+    cli.run([*words, "--resume"])  # which needs a checkpoint, not these
+    assert len(asked) == 4
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 4 * each, None))
+    assert read_ahead(weights) is None and read_ahead(tmp_path / "none") is None
+
+
 def test_under_torchrun_train_is_the_rank(config_file, monkeypatch, trainer, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():

@@ -94,10 +94,14 @@ def fill(engine: Engine, weights: Weights, by_name: dict[str, Mapping], hint: st
         others += found[1]
     kept = sum(flat.spec.own_nbytes for flat in flats)
     Filler(engine.device, kept).run(reads, others)
+    room = torch.empty(0)
     for flat in flats:
         if flat.codec and any(entry.name in by_name for entry in flat.layout.entries):
-            # One flat at a time is whole in host memory; what stays of it is encoded.
-            values = torch.zeros(flat.own.numel, dtype=flat.dtype)
+            # One flat at a time is whole in host memory, in the memory of the one before; what stays of it is encoded.
+            if room.numel() < flat.own.numel or room.dtype != flat.dtype:
+                room = torch.empty(0)
+                room = torch.empty(flat.own.numel, dtype=flat.dtype)
+            values = room[: flat.own.numel].zero_()
             found = _reads(flat, (Memory(values), flat.own), by_name, shapes, weights)
             Filler(torch.device("cpu"), values.nbytes).run(*found)
             flat.write_own(values.to(engine.device))

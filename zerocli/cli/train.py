@@ -196,6 +196,11 @@ def be_rank(
     return code
 
 
+def _is_first_here(worker: Mapping[str, str] | None) -> bool:
+    """Whether this process is the only one of its node, or the first."""
+    return worker is None or worker.get("LOCAL_RANK", "0") == "0"
+
+
 def with_defaults(
     ctx: click.Context,
     source: str,
@@ -217,6 +222,8 @@ def with_defaults(
     config, given = configs.load(source, sets=sets, flags=flags), configs.given_keys(source, sets, flags)
     if not ctx.params["resume"]:
         recipe.refuse_incomplete(config)
+    if config.train.init_from and not (ctx.params["resume"] or ctx.params["dry_run"]) and _is_first_here(worker):
+        machine.read_ahead(config.train.init_from)  # while the recipe is chosen and the ranks start
     gpus = machine.gpus()
     ranks = config.parallel.ranks or launch.choose_ranks(0, config.parallel.tp, len(gpus))[0]
 
