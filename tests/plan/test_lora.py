@@ -32,7 +32,7 @@ from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.traced import trace
 from zerocli.plan.report.preflight import plan_config, preflight
 from zerocli.plan.rows import Plan
-from zerocli.plan.setup import Setup
+from zerocli.plan.setup import Setup, setup_of
 from zerocli.profile.document import predict
 
 SMALL = ModelConfig(layers=4, hidden=32, heads=4, vocab=150)
@@ -230,6 +230,11 @@ def test_fit_counts_states_of_adapters_alone(capsys):
     rows = {row["category"]: row["bytes"] for row in answer["candidates"][0]["rows"] if row["tier"] == "hbm"}
     assert rows["parameters"] == pytest.approx(2 * 8_072_204_288, rel=1e-4)
     assert rows["optimizer_states"] == pytest.approx(10 * 41_943_040, rel=1e-3)
+    _, saving = ask(capsys, *words, "--lora", "16", "--set", "checkpoint.every=9")
+    (saves,) = [row for row in saving["candidates"][0]["rows"] if row["formula"].startswith("checkpoints in")]
+    # A base that no folder has is drawn again, and is in no checkpoint either.
+    kept = setup_of(configs.load("llama3-8b", ["checkpoint.every=9"])).checkpoints
+    assert 12 * 41_943_040 < saves["bytes"] / kept < 12.2 * 41_943_040
     _, whole = ask(capsys, *words)
     assert whole["model"]["trainable_parameters"] == whole["model"]["parameters"] == 8_030_261_248
     few = ("--set", "model.layers=4", "--hardware", "rtx4090")

@@ -44,7 +44,7 @@ class Setup(Sharding):
     saves_elsewhere: bool = False
     """Whether the run folder cannot be on the node's disks, as it has none: then no tier counts the checkpoints."""
     base_elsewhere: bool = False
-    """Whether frozen parameters are those of a model's folder, which checkpoints name and do not hold."""
+    """Whether frozen parameters are the base of adapters, which checkpoints name and do not hold."""
     checkpoint_buffer: int = CheckpointConfig.buffer
     """Bytes of host memory per rank for writing checkpoints."""
     compiled: bool = False
@@ -262,7 +262,7 @@ def setup_of(config: Config, **changes: object) -> Setup:
         "packed": config.data.pack and _has_documents(config.data.path),
         "loads": bool(train.init_from),
         "checkpoints": num_checkpoints(config),
-        "base_elsewhere": bool(config.lora.rank and train.init_from),
+        "base_elsewhere": bool(config.lora.rank),
         "checkpoint_buffer": config.checkpoint.buffer,
         "compiled": config.model.compile is True
         or (config.model.compile == AUTO and train.steps >= MIN_COMPILED_STEPS),

@@ -1,7 +1,7 @@
 """Saved checkpoints: the bytes that a run folder holds at most, and the host memory for writing each.
 
 A checkpoint is the fp32 master and every optimizer state of the whole model, once, whatever the ranks and the stage;
-frozen parameters are saved as they are, unless they are the base of adapters, which has a folder of its own. It is in
+frozen parameters are saved as they are, unless they are the base of adapters, which is read or drawn again. It is in
 the run folder, which may or may not be on the disks of the nvme tier; a plan cannot know. The rule:
 
 - On one node the run folder is assumed to be on that node's disks, so checkpoints count as `nvme`, like swap files:
