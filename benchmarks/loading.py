@@ -2,7 +2,9 @@
 
     python benchmarks/loading.py                                        a small model on this machine
     python benchmarks/loading.py --shape llama3-8b --folder /nvme/8b    16 GB of bf16, written once and kept
+    python benchmarks/loading.py --shape llama3-8b --folder /nvme/8b --cold --start --base nf4 --lora 16
 
+With `--start` it is the seconds from `zerocli train FOLDER`, with the words that follow, to the end of its first step.
 A raw read is the same files by large reads of several threads into one buffer each, which are thrown away. By default
 both find the page cache as it is (`warm` after the first); `--cold` drops the files from it before each.
 """
@@ -14,6 +16,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,6 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -147,6 +151,30 @@ def load(folder: Path, code: str, precision: str, stage: int, cold: bool) -> dic
     return {"build": built - began, "load": ended - built, "host_peak": most, "kept": kept}
 
 
+def start(folder: Path, words: list[str], cold: bool) -> dict[str, float]:
+    """Return the seconds from a command to its weights, and to the end of its first step."""
+    with tempfile.TemporaryDirectory() as name:
+        run, tokens = Path(name) / "run", Path(name) / "tokens.npy"
+        np.save(tokens, np.random.default_rng(0).integers(0, 30_000, 100_000).astype(np.uint32))
+        sets = ["train.batch=2", "train.global_batch=2", "train.steps=1", "checkpoint.every=0"]
+        given = [*words, *(each for text in sets for each in ("--set", text)), "--run-dir", str(run)]
+        if cold:
+            forget(folder)
+        began, found = time.time(), {}
+        command = [sys.executable, "-u", "-m", "zerocli", "train", str(folder), "--data", str(tokens), *given]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                for key, word in (("load", "weights from "), ("first step", "step 1/1 ")):
+                    if line.startswith(word):
+                        found[key] = time.time() - began
+    if len(found) < 2:
+        sys.exit("".join(said))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
@@ -160,7 +188,10 @@ def main() -> None:
     parser.add_argument("--folder", help="where the weights are, or are written and kept; by default a temporary one")
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each read")
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    parser.add_argument("--start", action="store_true", help="time a command instead; other words are passed to it")
+    given, words = parser.parse_known_args()
+    if words and not given.start:
+        parser.error(f"{' '.join(words)}: only with --start")
     shape = dict(SHAPES[given.shape])
     for key, value in (("num_hidden_layers", given.layers), ("hidden_size", given.hidden), ("vocab_size", given.vocab)):
         shape[key] = value or shape[key]
@@ -176,10 +207,18 @@ def main() -> None:
             if given.cold:
                 forget(folder)
             raws.append(raw_seconds(folder))
+            if given.start:
+                loads.append(start(folder, words, given.cold))
+                continue
             loads.append(load(folder, given.code, given.precision, given.stage, given.cold))
         raw = statistics.median(raws)
         took = statistics.median(each["load"] for each in loads)
         print(f"raw read   {nbytes / raw / 1e9:6.2f} GB/s  {raw:7.2f} s")
+        if given.start:
+            step = statistics.median(each["first step"] for each in loads)
+            print(f"weights    {took:7.2f} s after the command")
+            print(f"first step {step:7.2f} s, {step / raw:.2f} of a raw read")
+            return
         print(f"load       {nbytes / took / 1e9:6.2f} GB/s  {took:7.2f} s  {raw / took:.2f} of a raw read")
         print(f"build      {statistics.median(each['build'] for each in loads):25.2f} s")
         last = loads[-1]
