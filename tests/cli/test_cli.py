@@ -273,6 +273,11 @@ def test_weights_are_read_ahead_while_ranks_start(config_file, monkeypatch, tmp_
     assert asked == [(start, each, os.POSIX_FADV_WILLNEED) for start in range(0, 4 * each, each)]
     cli.run([*words, "--resume"])  # which needs a checkpoint, not these
     assert len(asked) == 4
+    ranks = [
+        {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": str(here)} for rank, here in ((0, 4), (3, 4), (0, 2))
+    ]
+    # Of several nodes each needs a part of the files, and all may be on one file system.
+    assert [train._is_first_of_one_node(rank) for rank in ranks] == [True, False, False]
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 4 * each, None))
     assert read_ahead(weights) is None and read_ahead(tmp_path / "none") is None
 

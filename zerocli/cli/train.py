@@ -196,9 +196,9 @@ def be_rank(
     return code
 
 
-def _is_first_here(worker: Mapping[str, str] | None) -> bool:
-    """Whether this process is the only one of its node, or the first."""
-    return worker is None or worker.get("LOCAL_RANK", "0") == "0"
+def _is_first_of_one_node(worker: Mapping[str, str] | None) -> bool:
+    """Whether this process starts the ranks of one node, or is the first of them: each of several reads only a part."""
+    return worker is None or (worker["RANK"] == "0" and worker["LOCAL_WORLD_SIZE"] == worker["WORLD_SIZE"])
 
 
 def with_defaults(
@@ -222,7 +222,7 @@ def with_defaults(
     config, given = configs.load(source, sets=sets, flags=flags), configs.given_keys(source, sets, flags)
     if not ctx.params["resume"]:
         recipe.refuse_incomplete(config)
-    if config.train.init_from and not (ctx.params["resume"] or ctx.params["dry_run"]) and _is_first_here(worker):
+    if config.train.init_from and not (ctx.params["resume"] or ctx.params["dry_run"]) and _is_first_of_one_node(worker):
         machine.read_ahead(config.train.init_from)  # while the recipe is chosen and the ranks start
     gpus = machine.gpus()
     ranks = config.parallel.ranks or launch.choose_ranks(0, config.parallel.tp, len(gpus))[0]
