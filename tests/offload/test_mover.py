@@ -181,7 +181,7 @@ def test_slots_of_the_update_and_copies_read_ahead_have_a_budget_each(tmp_path):
 
     ahead, chunk = budgets()
     assert ahead == 512 << 20
-    assert budgets(staging_nbytes=1 << 20) == (ahead, (1 << 20) // NUM_SLOTS // 18 // 64 * 64)
+    assert budgets(staging_nbytes=1 << 20) == (ahead, (1 << 20) // NUM_SLOTS // 20 // 64 * 64)
     assert budgets(read_ahead_nbytes=1 << 20) == (1 << 20, chunk)
 
 

@@ -6,13 +6,17 @@ import gzip
 import json
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from zerocli import config as configs
+from zerocli.layout import buffers, constants
+from zerocli.layout.flats import FlatSpec
 from zerocli.layout.recompute import read_recompute
 from zerocli.plan.blocks.inputs import shape_of
+from zerocli.plan.memory import build, initialisation
 from zerocli.plan.memory.arena import PAGE_NBYTES, Arena, Arenas
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.memory.column_sums import column_sums_nbytes
@@ -131,9 +135,21 @@ def planned(seed: int, number: int) -> int:
     return plan_model(shape_of(config.model, config.train.seq), setup).needed("hbm") // MIB
 
 
+def runs_by_group(flat: FlatSpec, numel: int) -> Iterator[tuple[int, int]]:
+    """Yield (count, size) of each run of equal chunks of a flat, by optimizer group."""
+    for _, segment in flat.layout.segments(flat.held):
+        runs = (segment.numel // numel, numel), (min(1, segment.numel % numel), segment.numel % numel)
+        yield from (run for run in runs if run[0])
+
+
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s in QUICK else pytest.mark.long) for s in MEASURED])
-def test_plans_are_near_what_the_driver_counted(seed):
+def test_plans_are_near_what_the_driver_counted(seed, monkeypatch):
     """None is more than 0.5 % under or 5 % over, and the median is within 1 %."""
+    # In these runs an update had six slots, and none of its chunks had parameters of two groups.
+    for module in (buffers, constants):
+        monkeypatch.setattr(module, "NUM_SLOTS", 6)
+    for module in (buffers, build, initialisation):
+        monkeypatch.setattr(module, "chunk_runs", runs_by_group)
     found = {number: int(text) for number, text in enumerate(MEASURED[seed].split()) if text != "-"}
     errors = sorted(planned(seed, number) / measured - 1 for number, measured in found.items())
     assert errors[0] >= -0.005 and errors[-1] <= 0.05

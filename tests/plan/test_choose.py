@@ -314,7 +314,7 @@ NARROW = ModelConfig(layers=40, hidden=512, heads=8, vocab=32000, tie=False)
 @pytest.mark.longer
 def test_blocks_are_compiled_where_that_pays_for_itself():
     """Recomputation of narrow blocks is bound by the host, which compiled ones need less of."""
-    shape, small = Formula(shape_of(NARROW, 1024)), capped(4.0)
+    shape, small = Formula(shape_of(NARROW, 1024)), capped(2.8)
 
     def chosen(steps: int, hardware: Hardware = small, model: Any = shape) -> Any:
         return choose_setup(model, setup(batch=8, update="stream"), hardware, FREE, steps=steps).best

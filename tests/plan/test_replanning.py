@@ -178,7 +178,7 @@ def test_more_and_less_memory_than_planned_move_the_budget():
 
 
 def test_after_a_failed_allocation_the_placement_needs_less():
-    hardware, best, _ = planned_on(2.4)
+    hardware, best, _ = planned_on(2.2)
     smaller = adapt.plan_smaller(MODEL, best.setup, hardware, hardware.gpu_memory, True)
     assert smaller is not None
     needed = [weigh(MODEL, each.setup, hardware).plan.needed("hbm") for each in (best, smaller)]

@@ -21,7 +21,7 @@ NARROWED_AT_A_TIME = 4 << 20
 """Elements that are rounded from fp32 to bf16 at a time, through an fp32 copy."""
 MIN_COMPILED_STEPS = 200
 """`model.compile=auto` compiles runs of at least this many steps: compiling takes as long as tens of steps, or more."""
-CPU_GROUP = 2
+CPU_GROUP = 3
 """Chunks that the CPU updates at once where it takes a part in the update beside a device, at most."""
 NUM_CPU_COPIES = 4
 """Groups of chunks whose gradients or parameters are copied for the CPU at once: the link has much else to carry, and a
@@ -66,9 +66,9 @@ def chunk_tokens(vocab: int, device: str) -> int:
     return tokens // 128 * 128 or max(tokens, 1)
 
 
-def stream_chunk(staging_nbytes: int, num_states: int, split: bool = False) -> int:
+def stream_chunk(staging_nbytes: int, num_states: int) -> int:
     """Return the elements of a chunk such that all slots together stay within the staging budget."""
-    element = 4 * num_states + (2 if split else 4) + 4 + 2  # states, what the master has beside them, a gradient
+    element = 4 * (num_states + 1) + 4 + 4  # master and states, a gradient, a new parameter
     return max(64, staging_nbytes // NUM_SLOTS // element // 64 * 64)
 
 

@@ -90,7 +90,7 @@ class Sizing:
     @property
     def chunk(self) -> int:
         """Elements per chunk of states that pass through the update's slots."""
-        return stream_chunk(self.staging_nbytes, self.num_states, self.split_master)
+        return stream_chunk(self.staging_nbytes, self.num_states)
 
 
 @dataclass(frozen=True)
