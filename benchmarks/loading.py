@@ -192,6 +192,9 @@ def main() -> None:
     given, words = parser.parse_known_args()
     if words and not given.start:
         parser.error(f"{' '.join(words)}: only with --start")
+    engines_own = {name: parser.get_default(name) for name in ("code", "precision", "stage")}
+    if given.start and engines_own != {name: getattr(given, name) for name in engines_own}:
+        parser.error("--code, --precision and --stage are not of the command: --set model.code=, --set zero.stage=")
     shape = dict(SHAPES[given.shape])
     for key, value in (("num_hidden_layers", given.layers), ("hidden_size", given.hidden), ("vocab_size", given.vocab)):
         shape[key] = value or shape[key]

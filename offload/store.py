@@ -110,7 +110,8 @@ class Store:
         # Failed ones stay, so that `finish_transfers` raises their error. A new list: another thread may read the old.
         # Only the oldest are asked: each answer is a call to the device, and an update has many under way.
         done = 0
-        while done < len(self._open) and self._open[done][0].done and self._open[done][0].error is None:
+        while done < len(self._open) and self._open[done][0].done:
             done += 1
-        self._open = [*self._open[done:], (transfer, range(start, start + numel))]
+        failed = [each for each in self._open[:done] if each[0].error is not None]
+        self._open = [*failed, *self._open[done:], (transfer, range(start, start + numel))]
         return transfer

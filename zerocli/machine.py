@@ -15,7 +15,7 @@ import resource
 import shutil
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,20 +100,19 @@ def file_system(path: str | os.PathLike[str]) -> int:
     return _existing(path).stat().st_dev
 
 
-def read_ahead(folder: str | os.PathLike[str]) -> threading.Thread | None:
-    """Have the system read a folder's weights into its cache from now on, while this process does other work.
+def read_ahead(files: Sequence[Path]) -> threading.Thread | None:
+    """Have the system read files into its cache from now on, while this process does other work.
 
     It does nothing if they would take more than half of the memory that is free.
     """
-    files = [path for path in sorted(Path(folder).glob("*.safetensors")) if path.is_file()]
-    if not files or sum(path.stat().st_size for path in files) > memory().available / 2:
+    if not hasattr(os, "posix_fadvise") or sum(path.stat().st_size for path in files) > memory().available / 2:
         return None
     reader = threading.Thread(target=_advise, args=(files,), name="read-ahead", daemon=True)
     reader.start()
     return reader
 
 
-def _advise(files: list[Path]) -> None:
+def _advise(files: Sequence[Path]) -> None:
     try:
         for path in files:
             with path.open("rb") as file:

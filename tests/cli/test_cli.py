@@ -13,9 +13,11 @@ import click
 import pytest
 
 import zerocli.run
+from zerocli import config as configs
 from zerocli import machine
 from zerocli.cli import main as cli
 from zerocli.cli import train
+from zerocli.config import hub
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
 from zerocli.plan.search import automatic
@@ -265,7 +267,7 @@ def test_weights_are_read_ahead_while_ranks_start(config_file, monkeypatch, tmp_
     (weights / "model.safetensors").write_bytes(bytes(3 * machine.AHEAD_NBYTES + 5))
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: asked.append((start, nbytes, advice)))
     read_ahead = machine.read_ahead
-    monkeypatch.setattr(machine, "read_ahead", lambda folder: read_ahead(folder).join())
+    monkeypatch.setattr(machine, "read_ahead", lambda files: read_ahead(files).join())
     monkeypatch.setattr(launch, "launch", lambda *args, **kwargs: 5)
     words = ["train", config_file, "--run-dir", str(tmp_path / "run"), "--init-from", str(weights)]
     assert cli.run(words) == 5
@@ -277,9 +279,20 @@ def test_weights_are_read_ahead_while_ranks_start(config_file, monkeypatch, tmp_
         {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": str(here)} for rank, here in ((0, 4), (3, 4), (0, 2))
     ]
     # Of several nodes each needs a part of the files, and all may be on one file system.
-    assert [train._is_first_of_one_node(rank) for rank in ranks] == [True, False, False]
+    context = SimpleNamespace(params={"auto": True, "resume": False, "dry_run": False})
+    config = configs.load(config_file, [f"train.init_from={weights}"])
+    assert [train._may_read_ahead(context, config, rank) for rank in ranks] == [True, False, False]
+    # `--auto` measures a disk that it does not know.
+    disk = configs.load(config_file, [f"train.init_from={weights}", f"offload.nvme_path={tmp_path}"])
+    assert not train._may_read_ahead(context, disk, None)
+    (weights / "consolidated.safetensors").touch()
+    assert hub.weight_files(str(weights)) == [weights / "model.safetensors"]
+    (weights / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "consolidated.safetensors", "b": "none"}}'
+    )
+    assert hub.weight_files(str(weights)) == [weights / "consolidated.safetensors"]
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 30, 4 * each, None))
-    assert read_ahead(weights) is None and read_ahead(tmp_path / "none") is None
+    assert read_ahead([weights / "model.safetensors"]) is None and hub.weight_files(str(tmp_path / "none")) == []
 
 
 def test_under_torchrun_train_is_the_rank(config_file, monkeypatch, trainer, tmp_path):

@@ -16,6 +16,7 @@ from runs import as_rank_0
 
 from tiers import registry
 from zerocli.cli import main as cli
+from zerocli.cli import train
 from zerocli.profile import page
 from zerocli.run.processes import launch
 
@@ -62,14 +63,15 @@ def test_profile_gives_what_the_contract_says(tmp_path, monkeypatch):
 def test_evaluations_of_a_configuration_are_no_part_of_a_profiled_step(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "launch", lambda config, *others, **_: seen.append(config) or 0)
+    monkeypatch.setattr(train, "refuse_no_run", lambda *_: None)
     own = tmp_path / "own.toml"
     own.write_text("[train]\neval_every = 1\npatience = 2\nsample_every = 3\n[checkpoint]\nbest = true\n")
     words = ["profile", str(own), "--run-dir", str(tmp_path / "run")]
-    for more in ([], ["--eval-every", "2"], ["--set", "train.eval_every=2"]):
+    for more in ([], ["--eval-every", "2"], ["--set", "train.patience=2"], ["--resume"]):
         assert cli.run([*words, *more]) == 0
     done = [(each.train.eval_every, each.train.patience, each.train.sample_every) for each in seen]
     best = [each.checkpoint.best for each in seen]
-    assert done == [(0, 0, 0), (2, 2, 3), (2, 2, 3)] and best == [False, True, True]
+    assert done == [(0, 0, 0), (2, 2, 3), (1, 2, 3), (1, 2, 3)] and best == [False, True, True, True]
 
 
 def test_a_dry_run_shows_the_plan_and_runs_nothing(tmp_path, monkeypatch, capsys):

@@ -94,17 +94,14 @@ def fill(engine: Engine, weights: Weights, by_name: dict[str, Mapping], hint: st
         others += found[1]
     kept = sum(flat.spec.own_nbytes for flat in flats)
     Filler(engine.device, kept).run(reads, others)
-    room = torch.empty(0)
-    for flat in flats:
-        if flat.codec and any(entry.name in by_name for entry in flat.layout.entries):
-            # One flat at a time is whole in host memory, in the memory of the one before; what stays of it is encoded.
-            if room.numel() < flat.own.numel or room.dtype != flat.dtype:
-                room = torch.empty(0)
-                room = torch.empty(flat.own.numel, dtype=flat.dtype)
-            values = room[: flat.own.numel].zero_()
-            found = _reads(flat, (Memory(values), flat.own), by_name, shapes, weights)
-            Filler(torch.device("cpu"), values.nbytes).run(*found)
-            flat.write_own(values.to(engine.device))
+    encoded = [flat for flat in flats if flat.codec and any(entry.name in by_name for entry in flat.layout.entries)]
+    # One flat at a time is whole in host memory, in the same memory; what stays of it is encoded.
+    room = torch.empty(max((flat.own.numel * flat.dtype.itemsize for flat in encoded), default=0), dtype=torch.uint8)
+    for flat in encoded:
+        values = room[: flat.own.numel * flat.dtype.itemsize].view(flat.dtype).zero_()
+        found = _reads(flat, (Memory(values), flat.own), by_name, shapes, weights)
+        Filler(torch.device("cpu"), values.nbytes).run(*found)
+        flat.write_own(values.to(engine.device))
 
 
 def _reads(

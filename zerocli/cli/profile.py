@@ -27,8 +27,8 @@ DEFAULTS = {"steps": str(STEPS), "batch": "8", "seq": "128", "accumulate": "1", 
 DEFAULTS |= {"eval_every": "0", "save_every": "never"}
 
 UNEVALUATED = {"train.eval_every": 0, "train.patience": 0, "checkpoint.best": False, "train.sample_every": 0}
-"""What a configuration says of them has no effect unless evaluations are asked for: work between steps is no part of
-the step that is profiled."""
+"""What a configuration says of them has no effect unless a flag does too: what is done between steps is no part of the
+step that is profiled."""
 
 
 @click.command()
@@ -135,8 +135,8 @@ def _profile(ctx: click.Context, source: str, sets: tuple[str, ...], run_dir: st
     said = {text.partition("=")[0].strip() for text in sets} | {key for key, each in flags.items() if each is not None}
     if not said & {"train.steps", "train.epochs"} and not given["resume"]:
         flags |= {"train.steps": STEPS, "train.epochs": 0.0}
-    if "train.eval_every" not in said:
-        flags |= {key: value for key, value in UNEVALUATED.items() if key not in said}
+    if not given["resume"] and not said & UNEVALUATED.keys():  # a resumed run goes on as it was
+        flags |= UNEVALUATED
     config = configs.load(source, sets=sets, flags=flags)
     configs.refuse_placement(config.offload.placement, config.zero.stage)
     options = run_options(ctx, folder_of_run(ctx, run_dir, config.name, worker), given["resume"], flags)

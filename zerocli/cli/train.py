@@ -21,6 +21,7 @@ from zerocli import machine
 from zerocli.checkpoint.folder import Folder
 from zerocli.cli.run_dirs import refuse_no_run
 from zerocli.cli.types import Steps
+from zerocli.config.hub import weight_files
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import say
 from zerocli.errors import OK, UserError
@@ -196,9 +197,12 @@ def be_rank(
     return code
 
 
-def _is_first_of_one_node(worker: Mapping[str, str] | None) -> bool:
-    """Whether this process starts the ranks of one node, or is the first of them: each of several reads only a part."""
-    return worker is None or (worker["RANK"] == "0" and worker["LOCAL_WORLD_SIZE"] == worker["WORLD_SIZE"])
+def _may_read_ahead(ctx: click.Context, config: configs.Config, worker: Mapping[str, str] | None) -> bool:
+    """Whether all of a folder's weights are read soon, and by this node alone: each of several reads only a part."""
+    one_node = worker is None or (worker["RANK"] == "0" and worker["LOCAL_WORLD_SIZE"] == worker["WORLD_SIZE"])
+    measures = ctx.params["auto"] and config.offload.nvme_path  # a disk that is busy would seem slow
+    later = ctx.params["resume"] or ctx.params["dry_run"] or measures
+    return bool(config.train.init_from) and one_node and not later
 
 
 def with_defaults(
@@ -222,8 +226,9 @@ def with_defaults(
     config, given = configs.load(source, sets=sets, flags=flags), configs.given_keys(source, sets, flags)
     if not ctx.params["resume"]:
         recipe.refuse_incomplete(config)
-    if config.train.init_from and not (ctx.params["resume"] or ctx.params["dry_run"]) and _is_first_of_one_node(worker):
-        machine.read_ahead(config.train.init_from)  # while the recipe is chosen and the ranks start
+    if _may_read_ahead(ctx, config, worker):
+        with contextlib.suppress(OSError):  # who reads the files says what is wrong with them
+            machine.read_ahead(weight_files(config.train.init_from))  # while the recipe is chosen and the ranks start
     gpus = machine.gpus()
     ranks = config.parallel.ranks or launch.choose_ranks(0, config.parallel.tp, len(gpus))[0]
 

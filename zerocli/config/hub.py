@@ -124,10 +124,20 @@ def stored(folder: str) -> dict[str, int]:
 
 def missing_files(folder: str) -> list[str]:
     """Return the files of weights that a folder's index names and that are not there."""
+    return [name for name in _indexed(folder) if not os.path.isfile(os.path.join(folder, name))]
+
+
+def weight_files(folder: str) -> list[Path]:
+    """Return the files that a folder's weights are read from: those of its index, or else the one file, or else all."""
+    names = _indexed(folder) or ["model.safetensors"]
+    found = [path for path in (Path(folder, name) for name in names) if path.is_file()]
+    return found or sorted(filter(Path.is_file, Path(folder).glob("*.safetensors")))
+
+
+def _indexed(folder: str) -> list[str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         with open(os.path.join(folder, "model.safetensors.index.json"), "rb") as file:
-            places = {str(place) for place in json.loads(file.read(MAX_HEADER_NBYTES))["weight_map"].values()}
-        return sorted(place for place in places if not os.path.isfile(os.path.join(folder, place)))
+            return sorted({str(place) for place in json.loads(file.read(MAX_HEADER_NBYTES))["weight_map"].values()})
     return []
 
 

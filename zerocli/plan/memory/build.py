@@ -26,7 +26,7 @@ from zerocli.layout.shards import check_shard_ranks, round_up
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory import saves
-from zerocli.plan.memory.flats import Flats, arenas, flats_with_largest_slots, pages, swap
+from zerocli.plan.memory.flats import Flats, arenas, pages, plan_flats, swap
 from zerocli.plan.memory.loading import host_nbytes
 from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.memory.replayable_shape import replayable_shape
@@ -75,7 +75,7 @@ def _plan_eager(model: Replayable, setup: Setup) -> Plan:
     """
     check(setup)
     model.check(setup)
-    flats = flats_with_largest_slots(model, setup)
+    flats = plan_flats(model, setup)
     peaks = Replay(model, setup, flats).run()
     if setup.device == "cpu" and setup.shards > 1:
         with_gloo = Replay(model, setup, flats, with_gloo=True).run().highest.nbytes

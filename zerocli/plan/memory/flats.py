@@ -13,15 +13,13 @@ from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
 from zerocli.layout.codecs import is_encoded
 from zerocli.layout.flats import FlatSpec, Sizing, align_of, flat_spec, in_room, place_alike, shared_rooms
-from zerocli.layout.shards import SHARD_ALIGN, lay_out
+from zerocli.layout.shards import lay_out
 from zerocli.plan.blocks.shape import Parameter, Unit
 from zerocli.plan.setup import Setup
 
 T = TypeVar("T")
 WHOLE = 2
 """Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
-MAX_RANKS = 8
-"""Ranks of a small model whose slots are compared."""
 
 
 class HasUnits(Protocol):
@@ -99,32 +97,6 @@ class Flats(list[FlatSpec]):
         for unit, times in self.runs:
             chosen += [unit] * (times if times < least else least + times % slots)
         return chosen
-
-
-def flats_with_largest_slots(model: HasUnits, setup: Setup) -> Flats:
-    """Return the flats of the rank whose update has the largest slots.
-
-    Ranks hold equally much of every flat, but cut into other chunks where the weight decay changes. In a large model
-    all slots are full on all ranks.
-    """
-    best = plan_flats(model, setup)
-    most = _slots_nbytes(best, setup)
-    for rank in range(1, min(setup.shards, MAX_RANKS) if 0 < most < _full_nbytes(best, setup) else 0):
-        flats = plan_flats(model, setup, rank)
-        if (slots := _slots_nbytes(flats, setup)) > most:
-            best, most = flats, slots
-    return best
-
-
-def _slots_nbytes(flats: Flats, setup: Setup) -> int:
-    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
-    return sum(spec.nbytes for spec in buffers.update_slots(trainable, setup.sizing))
-
-
-def _full_nbytes(flats: Flats, setup: Setup) -> int:
-    """Return the least bytes of slots that are all full, but for the rounding of chunks."""
-    widths = [sum(buffers.slot_widths(flat, setup.sizing).values()) for flat in flats.distinct if flat.trainable]
-    return constants.NUM_SLOTS * (setup.sizing.chunk - SHARD_ALIGN) * max(widths, default=0)
 
 
 def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
