@@ -17,14 +17,14 @@ from tiers.nvme import NvmeTier
 
 
 class SlowWorker(FileWorker):
-    """A disk on which every operation takes 40 ms."""
+    """A disk on which every operation takes 100 ms."""
 
     async def _read(self, memory: memoryview) -> int | None:
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.1)
         return await super()._read(memory)
 
     async def _write(self, memory: memoryview) -> int | None:
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.1)
         return await super()._write(memory)
 
 
