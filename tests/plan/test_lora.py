@@ -34,6 +34,7 @@ from zerocli.plan.report.preflight import plan_config, preflight
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.profile.document import predict
+from zerocli.run.engines import count_parameters, make_model
 
 SMALL = ModelConfig(layers=4, hidden=32, heads=4, vocab=150)
 
@@ -240,6 +241,24 @@ def test_fit_counts_states_of_adapters_alone(capsys):
     few = ("--set", "model.layers=4", "--hardware", "rtx4090")
     code, most = ask(capsys, "llama3-8b", "--lora", "16:q,v", "--ranks", "1", "--max", "batch", *few)
     assert code == 0 and most["max"]["value"] > 1
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [["train.freeze=blocks"], ["train.freeze=blocks.3,norm"], ["lora.rank=4", "lora.targets=.*blocks.1.*mlp.up"]],
+    ids=str,
+)
+def test_a_run_that_trains_parts_of_a_model_is_planned_as_it_is(sets):
+    """Blocks that differ in what is trained, which formulas take to be alike."""
+    config = configs.load("tiny", [*sets, "parallel.ranks=2", "zero.stage=1"])
+    model = make_model(config)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert 0 < trained < sum(p.numel() for p in model.parameters())
+    numel, _, counted = count_parameters(config)
+    assert (numel, counted) == (sum(p.numel() for p in model.parameters()), trained)
+    plan = plan_config(config, "cpu")
+    assert plan is not None and plan.num_trained == trained
+    assert plan.of("optimizer_states") == pytest.approx(8 * trained / 2, rel=0.02)
 
 
 def test_every_plan_of_a_run_counts_what_dora_computes_beside(adds_in_new_memory):

@@ -184,7 +184,8 @@ def _model(
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     lora = source.config.lora
     traced = traced or ((chooses or lora.rank > 0) and bool(source.factory))
-    if lora.rank and source.shape is not None and (source.shape.experts or source.shape.latent or left_out(lora)):
+    dense = source.shape is not None and not (source.shape.experts or source.shape.latent)
+    if source.shape is not None and (left_out(source.config) or (lora.rank and not dense)):
         traced = True  # formulas have adapters of dense blocks alone
     if (found := plan_source(source, traced, setup, notes)) is not None:
         return found

@@ -61,9 +61,13 @@ def changes(config: Config, facts: Mapping[str, Any], category: str) -> list[tup
         policy = {"activations.policy": "recompute"}
         words = "recomputation (--set activations.policy=recompute)"
         found.append((words, config.with_values(policy), {"recompute": True}))
-    if category in ("activations", "logits") and config.train.batch > 1:
-        half = config.train.batch // 2
-        found.append((f"--batch {half} with twice the --accumulate", config.with_values({"train.batch": half}), {}))
+    if category in ("activations", "logits") and config.train.batch % 2 == 0:
+        train = config.train
+        halved = {"train.batch": train.batch // 2}
+        if not train.global_batch:  # else accumulation follows from it
+            halved["train.accumulate"] = 2 * train.accumulate
+        words = f"--batch {train.batch // 2} with twice the --accumulate"
+        found.append((words, config.with_values(halved), {}))
     if facts["device"] == "cuda" and not config.offload.placement:
         kind = {"optimizer_states": "optimizer", "gradients": "grads", "parameters": "params"}.get(category, "")
         if kind:

@@ -21,6 +21,7 @@ from zerocli.errors import DOES_NOT_FIT, UserError, user_error
 from zerocli.models import Decoder, build_model
 from zerocli.models.lora import adapted, is_adapter
 from zerocli.plan.blocks.factory import build_external
+from zerocli.plan.blocks.lora import left_out
 from zerocli.run.schedule import make_schedule
 
 
@@ -97,7 +98,7 @@ def count_parameters(config: Config) -> tuple[int, int, int]:
         return sum(p.numel() for p in model.parameters()), local_numel(model, config.parallel.tp), trained
 
     layers = config.model.layers
-    if config.model.external or layers < 3:
+    if config.model.external or layers < 3 or left_out(config):  # then blocks differ in what is trained
         return count(make_model(config))
     counts = [count(make_model(config.with_values({"model.layers": num}))) for num in (1, 2)]
     numel, local, trained = (one + (layers - 1) * (two - one) for one, two in zip(*counts, strict=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from zerocli.config import LoraConfig
+from zerocli.config import Config, LoraConfig
 from zerocli.config.lora import PROJECTION_NAMES, matches
 from zerocli.errors import UserError
 
@@ -46,9 +46,13 @@ class Lora:
         return [name for name in names if name in self.targets]
 
 
-def left_out(asked: LoraConfig) -> bool:
-    """Return whether formulas leave out what these adapters are: DoRA, or several ranks."""
-    return asked.dora or bool(asked.rank_pattern)
+def left_out(config: Config) -> bool:
+    """Return whether formulas leave out what is trained: parts of a model, DoRA, adapters of several ranks or of some
+    blocks only, which are named by their numbers.
+    """
+    lora = config.lora
+    numbered = any(char.isdigit() for target in lora.targets for char in target)
+    return bool(config.train.freeze or (lora.rank and (lora.dora or lora.rank_pattern or numbered)))
 
 
 def choose(asked: LoraConfig, family: str, projections: Iterable[str], layers: int = 1, tie: bool = False) -> Lora:

@@ -61,7 +61,7 @@ class ReplayableProgram(Replayable):
 
     def formulas(self, setup: Setup) -> dict[str, str]:
         tokens = f"{setup.batch} x {setup.seq} tokens"
-        again = f", {setup.recomputed}" if setup.recomputes else ""
+        again = f", {setup.recomputed.policy}" if setup.recomputes else ""
         return {"activations": f"what the operations of {tokens} keep and use, as traced{again}"}
 
 

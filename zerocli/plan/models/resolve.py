@@ -32,7 +32,7 @@ MAX_NBYTES = 64 << 20
 
 def run_model(config: Config, setup: Setup) -> Model:
     """Return the built-in model that a run trains: its formulas, or a trace where these leave out what it computes."""
-    return trace_built_in(config, config.train.seq, setup) if left_out(config.lora) else Formula(run_shape(config))
+    return trace_built_in(config, config.train.seq, setup) if left_out(config) else Formula(run_shape(config))
 
 
 def trace_built_in(config: Config, seq: int, setup: Setup) -> Traced:

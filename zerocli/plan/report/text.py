@@ -334,9 +334,9 @@ def _days(days: float | int | None) -> str:
 
 
 def _whole(number: float | int | None) -> str:
-    """Return a number without its fraction; one that would widen its column, with three digits and an exponent."""
+    """Return a number without its fraction; a small one, or one that would widen its column, with three digits."""
     assert number is not None
-    return f"{number:,.0f}" if number < LONGEST else f"{number:.3g}"
+    return f"{number:,.0f}" if 100 <= number < LONGEST else f"{number:.3g}"
 
 
 def _gib(nbytes: int) -> str:
