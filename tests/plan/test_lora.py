@@ -35,6 +35,7 @@ from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup, setup_of
 from zerocli.profile.document import predict
 from zerocli.run.engines import count_parameters, make_model
+from zerocli.run.output.report import planned_memory
 
 SMALL = ModelConfig(layers=4, hidden=32, heads=4, vocab=150)
 
@@ -259,6 +260,14 @@ def test_a_run_that_trains_parts_of_a_model_is_planned_as_it_is(sets):
     plan = plan_config(config, "cpu")
     assert plan is not None and plan.num_trained == trained
     assert plan.of("optimizer_states") == pytest.approx(8 * trained / 2, rel=0.02)
+
+
+def test_a_dry_run_counts_an_encoded_base_as_it_is_stored():
+    config = configs.load("llama3-8b", ["lora.rank=16", "lora.base=nf4", "parallel.ranks=1", "train.seq=512"])
+    numel, local, trained = count_parameters(config)
+    held = planned_memory(config, numel, local, trained)["parameters"]
+    plan = plan_config(config, "cpu")
+    assert plan is not None and plan.of("parameters") == held["held"] == held["stage_0"] < 0.4 * 2 * numel
 
 
 def test_every_plan_of_a_run_counts_what_dora_computes_beside(adds_in_new_memory):

@@ -150,6 +150,8 @@ def _states_formula(kind: str, numel: int, trained: int, setup: Setup, state_wid
     """Return what model states of a kind are, of so many parameters of which some are trained."""
     width = {"parameters": setup.width, "gradients": setup.grad_width, "optimizer": state_width}[kind]
     split = f" / {setup.shards} ranks" if getattr(setup.zero, kind) else ""
+    if setup.codec and kind == "parameters":
+        return f"blocks in {setup.codec}, {width} B x each other one of {format_count(numel)} parameters{split}"
     return f"{width} B x {format_count(numel if kind == 'parameters' else trained)} parameters{split}"
 
 

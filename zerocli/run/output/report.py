@@ -14,14 +14,16 @@ import torch
 from zerocli.checkpoint.folder import Folder
 from zerocli.config import Config
 from zerocli.config.options import RunOptions
+from zerocli.config.placement import read_placement
 from zerocli.console import bar, quoted, say
 from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.layout.categories import HELD, model_states
-from zerocli.layout.codecs import CODECS
+from zerocli.layout.codecs import CODECS, encoded_nbytes
 from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.models.packed_adapters import unadapted
+from zerocli.plan.report.preflight import plan_config
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time.rates import slower_than_fp32
 from zerocli.profile import table
@@ -197,6 +199,8 @@ def summary(
     grads = grad_width(width, config.train.accumulate, config.zero.reduce)
     trained = trained_numel(engine)
     whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width), trained)
+    for flat in (flat for flat in engine.flats() if flat.codec):
+        whole["parameters"] += encoded_nbytes(flat.codec, flat.layout.total) - width * flat.layout.numel
     return {
         "schema": 1,
         "run_dir": options.run_dir,
@@ -347,7 +351,16 @@ def planned_memory(config: Config, numel: int, local: int, trained: int) -> dict
     mine = None if trained == numel else trained
     held = model_states(local, config.zero.stage, setup.shards, *common, mine)
     whole = model_states(numel, 0, 1, *common, trained)
+    if setup.codec:
+        held["parameters"], whole["parameters"] = (_stored(config, stage) for stage in (config.zero.stage, 0))
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
+
+
+def _stored(config: Config, stage: int) -> int:
+    """Return the bytes of a rank's parameters at a stage, if those of the base are encoded."""
+    config = config.with_values({"zero.stage": stage, "offload.placement": read_placement("")})
+    plan = plan_config(config.with_values({"activations.policy": "keep"}), "cpu")
+    return plan.of("parameters") if plan is not None else 0
 
 
 def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
