@@ -351,7 +351,7 @@ def planned_memory(config: Config, numel: int, local: int, trained: int) -> dict
     mine = None if trained == numel else trained
     held = model_states(local, config.zero.stage, setup.shards, *common, mine)
     whole = model_states(numel, 0, 1, *common, trained)
-    if setup.codec:
+    if setup.codec and not config.model.external:  # of other code than ours the encoded part is not known here
         held["parameters"], whole["parameters"] = (_stored(config, stage) for stage in (config.zero.stage, 0))
     return {category: {"held": held[category], "stage_0": whole[category]} for category in held}
 
@@ -360,7 +360,8 @@ def _stored(config: Config, stage: int) -> int:
     """Return the bytes of a rank's parameters at a stage, if those of the base are encoded."""
     config = config.with_values({"zero.stage": stage, "offload.placement": read_placement("")})
     plan = plan_config(config.with_values({"activations.policy": "keep"}), "cpu")
-    return plan.of("parameters") if plan is not None else 0
+    assert plan is not None
+    return plan.of("parameters")
 
 
 def dry(config: Config, numel: int, held: dict[str, dict[str, int]]) -> str:
