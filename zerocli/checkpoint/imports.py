@@ -95,13 +95,15 @@ def fill(engine: Engine, weights: Weights, by_name: dict[str, Mapping], hint: st
     kept = sum(flat.spec.own_nbytes for flat in flats)
     Filler(engine.device, kept).run(reads, others)
     encoded = [flat for flat in flats if flat.codec and any(entry.name in by_name for entry in flat.layout.entries)]
-    # One flat at a time is whole in host memory, in the same memory; what stays of it is encoded.
-    room = torch.empty(max((flat.own.numel * flat.dtype.itemsize for flat in encoded), default=0), dtype=torch.uint8)
+    # One flat at a time is whole, on the device and in the same memory; what stays of it is encoded.
+    nbytes = max((flat.own.numel * flat.dtype.itemsize for flat in encoded), default=0)
+    room = torch.empty(nbytes, dtype=torch.uint8, device=engine.device)
     for flat in encoded:
         values = room[: flat.own.numel * flat.dtype.itemsize].view(flat.dtype).zero_()
-        found = _reads(flat, (Memory(values), flat.own), by_name, shapes, weights)
-        Filler(torch.device("cpu"), values.nbytes).run(*found)
-        flat.write_own(values.to(engine.device))
+        if values.is_cuda:  # threads that read write to it on streams of their own
+            torch.cuda.current_stream(engine.device).synchronize()
+        Filler(engine.device, kept).run(*_reads(flat, (Memory(values), flat.own), by_name, shapes, weights))
+        flat.write_own(values)
 
 
 def _reads(

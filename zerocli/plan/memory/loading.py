@@ -7,7 +7,7 @@ holds in host memory, beside what it keeps:
     8 x b            a buffer of b bytes for each thread that reads (b: `load_nbytes`, or the largest tensor's part)
     8 x 5b           the same values in fp32 and in the halves of a split master, unless a GPU converts them
     10m              an fp32 master rounded to parameters, `m` elements of a flat at a time (at most 4 M)
-    2n + n/2         a slice of a flat that is stored encoded, of n elements: whole, and as nf4
+    2n + n/2         a slice of a flat that is stored encoded, of n elements: whole, and as nf4 (a GPU has it itself)
     2N + 4N          only GPT-2's matrices, which Hugging Face transposes: a 16-bit tensor whole, and in fp32
 """
 
@@ -55,7 +55,7 @@ def _kept(setup: Setup, flats: Flats) -> int:
 
 def _read(setup: Setup, flat: FlatSpec, transposes: bool) -> Iterator[int]:
     """Yield the bytes that a rank holds while it reads each tensor of a flat."""
-    if flat.codec:  # the flat's slice whole, then encoded
+    if flat.codec and setup.device == "cpu":  # the flat's slice whole, then encoded
         yield flat.own.numel * flat.width + flat.own_nbytes
     master = setup.sizing.master_width(flat.width) if flat.trainable else 0
     if master == FP32:
