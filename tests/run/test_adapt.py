@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import TINY, Death, losses, train
+from runs import TINY, Death, SlowDisk, losses, train
 
 from zerocli.config.options import AUTOMATIC
-from zerocli.engine.events import BACKWARD, FORWARD, Events
 from zerocli.plan.search.adapt import PAYBACK
 
 FREE = frozenset(AUTOMATIC)
 SETS = [*TINY, "model.layers=3", "model.hidden=64", "train.batch=8", "train.seq=16", "train.steps=12"]
 SETS += ["checkpoint.every=5", "optimizer.schedule=constant"]  # a run's length changes no loss
 AWAY = ("zero.stage=2", "offload.placement=optimizer=nvme", "train.adapt=true")
-
-
-class SlowDisk(Events):
-    """A disk on which a step's transfers take many times as long as its compute, however fast the machine is.
-
-    Each transfer keeps its caller waiting for a share of what the fastest forward and backward so far took, from step
-    `first` on (3 at least: the first step is no measure) and for as many steps as `period`, then for as many not.
-    """
-
-    def __init__(self, share: float = 0.5, first: int = 3, period: int = 1 << 30) -> None:
-        self._share, self._first, self._period = share, first, period
-        self._step, self._computed, self._fastest, self._slept = 1, 0.0, float("inf"), 0.0
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter() - self._slept
-        yield
-        if name in (FORWARD, BACKWARD):
-            self._computed += time.perf_counter() - self._slept - began
-
-    def step(self) -> None:
-        self._fastest = min(self._fastest, self._computed)
-        self._computed, self._step = 0.0, self._step + 1
-
-    def transfer(self, block: Any, transfer: Any, writes: bool, began: float) -> None:
-        late = self._step - self._first
-        if block.tier.name == "nvme" and late >= 0 and late // self._period % 2 == 0:
-            began = time.perf_counter()
-            time.sleep(max(0.0, self._share * self._fastest))  # other threads sleep while nothing computes
-            self._slept += time.perf_counter() - began
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ranks import _context, hold_port
 
 from zerocli import config as configs
 from zerocli.config.options import RunOptions
+from zerocli.engine.events import BACKWARD, FORWARD, Events
 
 TINY = [
     "train.steps=6",
@@ -56,6 +57,36 @@ class Ended:
 
     codes: list[int]
     said: list[str] = field(default_factory=list)
+
+
+class SlowDisk(Events):
+    """A disk on which a step's transfers take many times as long as its compute, however fast the machine is.
+
+    Each transfer keeps its caller waiting for a share of what the fastest forward and backward so far took, from step
+    `first` on (3 at least: the first step is no measure) and for as many steps as `period`, then for as many not.
+    """
+
+    def __init__(self, share: float = 0.5, first: int = 3, period: int = 1 << 30) -> None:
+        self._share, self._first, self._period = share, first, period
+        self._step, self._computed, self._fastest, self._slept = 1, 0.0, float("inf"), 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter() - self._slept
+        yield
+        if name in (FORWARD, BACKWARD):
+            self._computed += time.perf_counter() - self._slept - began
+
+    def step(self) -> None:
+        self._fastest = min(self._fastest, self._computed)
+        self._computed, self._step = 0.0, self._step + 1
+
+    def transfer(self, block: Any, transfer: Any, writes: bool, began: float) -> None:
+        late = self._step - self._first
+        if block.tier.name == "nvme" and late >= 0 and late // self._period % 2 == 0:
+            began = time.perf_counter()
+            time.sleep(max(0.0, self._share * self._fastest))  # other threads sleep while nothing computes
+            self._slept += time.perf_counter() - began
 
 
 def _rank(rank: int, world: int, port: int, folder: str, sets: list[str], given: dict[str, Any], death: Death) -> None:

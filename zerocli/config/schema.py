@@ -128,7 +128,7 @@ class TrainConfig:
     watchdog: float = setting(600.0, least=0)
     """Seconds after which a collective, transfer, save or stage of the start that is stuck ends the run; 0 = never."""
     adapt: bool | str = setting("auto", choices=("auto", True, False))
-    """Whether the placement changes where steps measure other than was planned; auto = with --auto, on CPUs."""
+    """Whether the placement changes where steps measure other than was planned; auto = with --auto."""
     log_every: int = setting(10, least=1)
     """Steps between two lines of progress where there is no terminal."""
     eval_every: int = setting(0, least=0, share=True)

@@ -22,7 +22,7 @@ import torch
 
 from offload.placement import HBM
 from tiers.base import Block
-from tiers.events import Scope
+from tiers.events import NOTHING, Scope
 from tiers.transfer import Transfer
 from zerocli import machine
 from zerocli.config import read_placement, to_dict
@@ -60,10 +60,12 @@ class LinkTimes(Events):
         self._spans: dict[str, list[tuple[float, float]]] = {name: [] for name in LINKS}
         self._copies: deque[tuple[TimedEvent, TimedEvent]] = deque(maxlen=1 << 14)
         """Copies between host and GPU, each with the events before and after it on its stream."""
+        self.on = True
+        """Whether transfers are timed."""
 
     def transfer(self, block: Block, transfer: Transfer, writes: bool, began: float) -> None:
         name = {"nvme": "nvme", "dram": "pcie" if self._device.type == "cpu" else ""}.get(block.tier.name, "")
-        if not name:
+        if not (self.on and name):
             return
         requested = time.perf_counter()  # a tier may keep the caller waiting until now
 
@@ -77,7 +79,7 @@ class LinkTimes(Events):
             ended()
 
     def copy(self, direction: str, nbytes: int) -> Scope:
-        return self._copy()
+        return self._copy() if self.on else NOTHING
 
     @contextmanager
     def _copy(self) -> Iterator[None]:
@@ -193,8 +195,10 @@ class PlacementAdapter:
         slowest, least = [max(each) for each in columns[: 2 + len(LINKS)]], [min(each) for each in columns]
         tiers = adapt.rooms_of(self._hardware, self._setup)
         rooms = dict(zip(tiers, map(int, least[2 + len(LINKS) :]), strict=True))
-        busy = dict(zip(LINKS, slowest[2:], strict=True))
-        return self._windows.add(step, Measured(slowest[0], slowest[1], busy, rooms))
+        busy = dict(zip(LINKS, slowest[2:], strict=True)) if self._links.on else {}
+        reason = self._windows.add(step, Measured(slowest[0], slowest[1], busy, rooms))
+        self._links.on = self._windows.times_links
+        return reason
 
     # -- deciding --------------------------------------------------------------------------------------------------
 

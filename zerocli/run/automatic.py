@@ -104,12 +104,9 @@ def choose_together(
 
 
 def adapts(config: Config, options: RunOptions) -> bool:
-    """Whether a run changes its placement where its steps measure other than was planned.
-
-    On GPUs only if that is asked for: there it has not been measured yet.
-    """
+    """Whether a run changes its placement where its steps measure other than was planned: by default with `--auto`."""
     if config.train.adapt == AUTO:
-        return "offload.placement" in options.auto and not machine.gpus()
+        return "offload.placement" in options.auto
     return config.train.adapt is True
 
 

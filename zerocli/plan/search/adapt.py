@@ -61,7 +61,7 @@ class Measured:
     computing: float
     """Of the step in which compute did not stand still."""
     busy: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in which a transfer was under way, by the names in `LINKS`."""
+    """Seconds in which a transfer was under way, by the names in `LINKS`; empty where links were not timed."""
     rooms: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the run may use, free ones and its own, by tier."""
 
@@ -71,7 +71,7 @@ def median(steps: Sequence[Measured]) -> Measured:
     return Measured(
         statistics.median(each.seconds for each in steps),
         statistics.median(each.computing for each in steps),
-        {name: statistics.median(each.busy.get(name, 0.0) for each in steps) for name in LINKS},
+        {name: statistics.median(each.busy.get(name, 0.0) for each in steps) for name in LINKS if steps[-1].busy},
         {tier: int(statistics.median(each.rooms[tier] for each in steps)) for tier in steps[0].rooms},
     )
 
@@ -79,7 +79,8 @@ def median(steps: Sequence[Measured]) -> Measured:
 def differences(measured: Measured, planned: Measured) -> Iterator[tuple[float, str]]:
     """Yield (how much, in words) for whatever differs from the plan by more than `TOLERANCE`."""
     now, then = measured.busy, planned.busy
-    rows = [(f"{words} is busy", now.get(name, 0.0), then.get(name, 0.0)) for name, (_, words) in LINKS.items()]
+    links = LINKS.items() if now else ()
+    rows = [(f"{words} is busy", now.get(name, 0.0), then.get(name, 0.0)) for name, (_, words) in links]
     rows.append(("compute takes", measured.computing, planned.computing))
     rows.append(("a step takes", measured.seconds, planned.seconds))
     for words, took, expected in rows:
@@ -100,6 +101,9 @@ class StepWindows:
         self._steps: list[Measured] = []
         self._skip = SETTLING
         self._searched = self._changed = -PAYBACK
+        self.times_links = True
+        """Whether links are timed, which takes a GPU's host a hundredth of a step: in the first window, and while steps
+        differ from the plan."""
 
     @property
     def window(self) -> Measured:
@@ -115,6 +119,10 @@ class StepWindows:
         if len(self._steps) < WINDOW or step < max(self._searched + SEARCH_EVERY, self._changed + PAYBACK):
             return ""
         found = max(differences(self.window, self._planned), default=(0.0, ""))
+        timed, self.times_links = self.times_links, bool(found[1])
+        if found[1] and not timed:  # what the links do is needed to plan again, from the next window on
+            self._steps = []
+            return ""
         return found[1]
 
     def keep(self, step: int) -> None:
@@ -124,7 +132,7 @@ class StepWindows:
     def change(self, step: int, planned: Measured) -> None:
         """Begin anew with another placement, and what is planned for it."""
         self._searched = self._changed = step
-        self._planned, self._steps, self._skip = planned, [], SETTLING
+        self._planned, self._steps, self._skip, self.times_links = planned, [], SETTLING, False
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------
@@ -214,7 +222,7 @@ def rooms_of(hardware: Hardware, setup: Setup) -> dict[str, int]:
 
 def _computing(model: Model, setup: Setup, hardware: Hardware) -> float:
     """Return the seconds of a step on this machine if nothing waited for a transfer, a collective or an update."""
-    free: dict[str, Any] = {name: UNBOUND for name in ("pcie", "disk", "links", "network", "adam")}
+    free: dict[str, Any] = {name: UNBOUND for name in ("pcie", "disk", "links", "network", "adam", "adam_beside")}
     found = weigh(model, setup, dataclasses.replace(hardware, **free)).estimate
     assert found is not None
     return found.seconds
