@@ -7,6 +7,7 @@ and stays in cache.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,15 @@ class At:
     """1.0 where the gradients are not finite and nothing may be updated, else 0.0."""
     history: int = 0
     """Class of parameters that have had the same count in all updates so far."""
+    step: StepValues | None = None
+    """The step that both are of."""
+
+    def read(self) -> tuple[int, bool]:
+        """Return the count and the flag on the host, which waits for the device once per step."""
+        if self.step is None:
+            return int(self.count.item()), bool(self.skip.item())
+        counts, skip = self.step.on_host
+        return counts[self.history], skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,13 @@ class StepValues:
 
     def at(self, history: int) -> At:
         """Return the count and skip flag for parameters of one class of counts."""
-        return At(self.counts[history], self.skip, history)
+        return At(self.counts[history], self.skip, history, self)
+
+    @functools.cached_property
+    def on_host(self) -> tuple[list[int], bool]:
+        """The counts and the skip flag, for rules that decide by them on the host."""
+        *counts, skip = torch.cat([self.counts, self.skip.view(1)]).tolist()
+        return [int(count) for count in counts], bool(skip)
 
 
 @dataclass(frozen=True)
@@ -139,6 +155,10 @@ class FlatOptimizer(ABC):
         `grad` (fp32) may be overwritten; it must still be divided by `scale` unless that is None. `group` has the
         step's lr, weight decay and options. If `at.skip` is 1 nothing may change.
         """
+
+    def operations(self, shape: Sequence[int]) -> float:
+        """Return the operations of matrix products in the update of a parameter of this shape, for plans."""
+        return 0.0
 
     def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the rule's own hyperparameters from one of `param_groups`."""

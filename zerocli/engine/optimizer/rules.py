@@ -71,6 +71,10 @@ class MuonWithAdamW(WholeRule):
     def is_whole(self, group: Group) -> bool:
         return bool(group.options["rule"] == "muon")
 
+    def operations(self, shape: Sequence[int]) -> float:
+        short, long = sorted(shape)  # each Newton-Schulz step has three products
+        return float(self._muon.defaults["ns_steps"] * (4 * short * short * long + 2 * short**3))
+
     def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         self._adam.update(master, grad, scale, states, group, at)
 

@@ -240,11 +240,11 @@ class TorchOptimizer(FlatOptimizer):
         return ""
 
     def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
-        if at.skip.item():  # the only optimizer path that syncs with the device: torch's rules cannot skip a step
+        count, skip = at.read()  # the host waits for the device: torch's rules cannot skip a step
+        if skip:
             return
         if scale is not None:
             grad.div_(scale)
-        count = int(at.count.item())
         known = self._scalars.setdefault((at.history, group.index), {})
         state = None
         if count > 1:
@@ -301,7 +301,7 @@ class WholeOptimizer(WholeRule):
         return self.template.kind is not torch.optim.Muon or len(shape) == 2
 
     def update_whole(self, row: Row, group: Group, at: At) -> None:
-        state = None if int(at.count.item()) == 1 else {**row.states, **self._kept.get(row.name, {})}
+        state = None if at.read()[0] == 1 else {**row.states, **self._kept.get(row.name, {})}
         assert row.grad is not None
         after = self.template.run(row.master, row.grad, state, group)
         self._kept[row.name] = _keep(after, row.states)

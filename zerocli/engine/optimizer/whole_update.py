@@ -27,7 +27,7 @@ def update_whole(
 
     Meanwhile each rank holds the flat's whole master, gradient and states in fp32.
     """
-    if values.skip.item():
+    if values.on_host[1]:
         return
     whole = _gather(flat, rule.state_names, values, inactive, collectives)
     for entry, row in zip(flat.layout.entries, whole.rows, strict=True):
@@ -50,7 +50,7 @@ def update_together(
 
     Meanwhile each rank holds all masters, gradients and states in fp32.
     """
-    if values.skip.item():
+    if values.on_host[1]:
         return
     wholes = [_gather(flat, rule.state_names, values, inactive, collectives) for flat in flats]
     rule.update_all([row for whole in wholes for row in whole.rows])
