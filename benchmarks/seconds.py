@@ -52,11 +52,11 @@ class Case:
     recompute: Any = False
     accumulate: int = 1
     compiled: bool = False
+    optimizer: str = "adamw"
 
     def setup(self, device: str) -> Setup:
-        fields = {
-            name: getattr(self, name) for name in ("batch", "seq", "offload", "recompute", "accumulate", "compiled")
-        }
+        names = ("batch", "seq", "offload", "recompute", "accumulate", "compiled", "optimizer")
+        fields = {name: getattr(self, name) for name in names}
         precision = "bf16" if device == "cuda" else "fp32"
         return Setup(**fields, stage=3, ranks=1, ranks_per_node=1, device=device, precision=precision, clip=1.0)
 
@@ -65,6 +65,8 @@ class Case:
         words = [f"{model.family} {model.layers}x{model.hidden}", f"{self.batch}x{self.seq}"]
         words += [f"x{self.accumulate}"] if self.accumulate > 1 else []
         words += [str(self.recompute)] if self.recompute else []
+        words += [str(model.vocab)] if model.vocab % 8 else []
+        words += [self.optimizer] if self.optimizer != "adamw" else []
         return " ".join([*words, self.offload, "compiled" if self.compiled else ""]).strip()
 
 
@@ -95,7 +97,7 @@ def measure(case: Case, nvme_path: tuple[str, ...], steps: int, warmup: int, cap
     setup = case.setup("cuda" if cuda else "cpu")
     model = build(case.model, case.seq, "meta")
     engine = zerocli.shard(
-        *(model, "adamw", 1e-4), stage=3, precision=setup.precision, clip=1.0, recompute=case.recompute,
+        *(model, case.optimizer, 1e-4), stage=3, precision=setup.precision, clip=1.0, recompute=case.recompute,
         weight_decay=0.1, offload=case.offload, accumulate=case.accumulate, nvme_path=nvme_path,
         compile=case.compiled, steps=1000, units=model.unit_modules(),
         defer_update=True,
@@ -149,8 +151,11 @@ def _between(marks: list[Any]) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
-def draw(rng: random.Random, tiny: bool) -> Case:
-    """Draw a configuration; most of those on a GPU have 0.1 to 2 billion parameters."""
+def draw(rng: random.Random, tiny: bool, wide: bool = False) -> Case:
+    """Draw a configuration; most of those on a GPU have 0.1 to 2 billion parameters.
+
+    With `wide` some have a vocabulary that is no multiple of 8, compiled blocks or Muon.
+    """
     family = rng.choice(["gpt2", "llama"])
     if tiny:
         heads, hidden, layers, vocab, seq, batch = 2, 64, rng.randint(2, 4), 256, 32, 2
@@ -184,7 +189,15 @@ def draw(rng: random.Random, tiny: bool) -> Case:
     recompute = rng.choice([False, True, True, "selective", layers // 2])
     if recompute == layers // 2 and model.layers != layers:
         recompute = True
-    return Case(model, batch, seq, offload, recompute, rng.choice([1, 1, 1, 2]))
+    case = Case(model, batch, seq, offload, recompute, rng.choice([1, 1, 1, 2]))
+    if not wide:
+        return case
+    vocab = rng.choice([model.vocab, model.vocab + rng.randint(1, 7)])
+    optimizer = rng.choice(["adamw", "adamw", "muon"])
+    compiled = rng.random() < 0.3
+    return dataclasses.replace(
+        case, model=dataclasses.replace(model, vocab=vocab), optimizer=optimizer, compiled=compiled
+    )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -192,14 +205,16 @@ def draw(rng: random.Random, tiny: bool) -> Case:
 @click.option("--seed", type=int, default=0, help="Of the draw.")
 @click.option("--first", type=click.IntRange(0), default=0, help="Begin with this one.")
 @click.option("--compiled", is_flag=True, help="Compile the blocks of every configuration.")
+@click.option("--wide", is_flag=True, help="Draw odd vocabularies, compiled blocks and Muon too.")
+@click.option("--only", default="", metavar="WORD", help="Skip configurations without this word, such as muon.")
 @click.option("--nvme-path", multiple=True, metavar="DIR", help="Folder of the nvme tier.")
 @click.option("--steps", type=click.IntRange(1), default=4, help="Timed steps.")
 @click.option("--warmup", type=click.IntRange(1), default=3, help="Steps before those.")
 @click.option("--limit", type=float, default=1e9, help="Begin no configuration after so many seconds.")
 @click.option("--json", "path", type=click.Path(), help="Write the rows here.")
 def main(
-    number: int, seed: int, first: int, compiled: bool, nvme_path: tuple[str, ...], steps: int, warmup: int,
-    limit: float, path: str | None,
+    number: int, seed: int, first: int, compiled: bool, wide: bool, only: str, nvme_path: tuple[str, ...], steps: int,
+    warmup: int, limit: float, path: str | None,
 ) -> None:  # fmt: skip
     """Print planned and measured seconds, and how far apart they are."""
     began, rng = time.perf_counter(), random.Random(seed)
@@ -208,8 +223,9 @@ def main(
     click.echo(f"{hardware.name}, {hardware.source}: {rates}, disk {hardware.disk:.2f} GB/s")
     rows: list[dict[str, Any]] = []
     for index in range(number):
-        case = dataclasses.replace(draw(rng, not torch.cuda.is_available()), compiled=compiled)
-        if index < first:
+        case = draw(rng, not torch.cuda.is_available(), wide)
+        case = dataclasses.replace(case, compiled=compiled or case.compiled)
+        if index < first or only not in str(case):
             continue
         if time.perf_counter() - began > limit:
             click.echo(f"the time is over: {number - index} of {number} configurations were not run")

@@ -7,7 +7,7 @@ activations only the checkpoint arena is here; a plan replays the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.placement import HBM
@@ -414,9 +414,7 @@ def update_temporaries(flats: Sequence[FlatSpec], sizing: Sizing, arrays: int, r
         yield Spec("buffers", "arrays of an update", nbytes, 1, _tier(device, sizing))
 
 
-def whole_update(
-    flats: Sequence[FlatSpec], sizing: Sizing, is_matrix: Callable[[Entry], bool], made: int, rounding: int
-) -> list[Spec]:
+def whole_update(flats: Sequence[FlatSpec], sizing: Sizing, made: int, rounding: int) -> list[Spec]:
     """Return the memory in which Muon updates the flat that takes most: any flat with a matrix is updated whole.
 
     That is all of its master, gradient and states in fp32 on every rank. Beside them there are, one after another, a
@@ -425,7 +423,7 @@ def whole_update(
     """
     found: list[Spec] = []
     for flat in flats:
-        matrices = [entry for entry in flat.layout.entries if is_matrix(entry)]
+        matrices = [entry for entry in flat.layout.entries if is_matrix(entry.name, entry.shape)]
         if not matrices:
             continue
         narrow, held = flat.width < FP32, flat.held.numel
@@ -439,6 +437,11 @@ def whole_update(
         specs.append(Spec("buffers", "arrays of an update", beside, 1))
         found = max(found, specs, key=lambda each: sum(spec.nbytes for spec in each))
     return found
+
+
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon updates a parameter of a plan: embeddings and vectors are left to AdamW."""
+    return len(shape) == 2 and name not in ("tokens", "positions")
 
 
 def newton_schulz_nbytes(matrix: Entry) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -192,6 +192,10 @@ class Setup(Sharding):
         """Whether the optimizer updates whole matrices, in their own shapes, not pieces of flats."""
         return not self._has_known_update and _count(self).whole
 
+    def update_operations(self, shape: Sequence[int]) -> float:
+        """Return the operations of matrix products in an update of a parameter of this shape."""
+        return _count(self).operations(shape) if self.updates_whole else 0.0
+
     @property
     def state_width(self) -> int:
         """Bytes per parameter of the optimizer's arrays and the master."""
@@ -215,6 +219,7 @@ class _Counted(NamedTuple):
     states: int
     temporaries: tuple[int, int]
     whole: bool
+    operations: Callable[[Sequence[int]], float]
 
 
 def _count(sharding: Sharding) -> _Counted:
@@ -229,7 +234,7 @@ def _count(sharding: Sharding) -> _Counted:
             rule = make_optimizer(sharding.optimizer, options)
         except (ValueError, TypeError) as error:
             raise UserError(str(error), hint="--set optimizer.name=adamw") from error
-        _counted[key] = _Counted(len(rule.state_names), update_arrays(rule), rule.whole)
+        _counted[key] = _Counted(len(rule.state_names), update_arrays(rule), rule.whole, rule.operations)
     return _counted[key]
 
 

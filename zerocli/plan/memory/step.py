@@ -11,7 +11,6 @@ from offload.placement import ACTIVATIONS, HBM
 from zerocli.layout import buffers
 from zerocli.layout.buffers import Spec
 from zerocli.layout.flats import FlatSpec
-from zerocli.layout.shards import Entry
 from zerocli.plan.memory.arena import COMPUTE
 from zerocli.plan.memory.checkpoints import Checkpoints
 from zerocli.plan.memory.flats import Flats
@@ -78,11 +77,6 @@ class StepPeak:
         """Return the peak, or more, with this many bytes of gradients on the device: it is convex in those."""
         share = nbytes / self.gradients if self.gradients else 0.0
         return int(self.rest + share * (self.both - self.rest))
-
-
-def _is_matrix(entry: Entry) -> bool:
-    """Whether a rule of whole matrices updates a parameter: embeddings and vectors are left to AdamW."""
-    return len(entry.shape) == 2 and entry.name not in ("tokens", "positions")
 
 
 class Replay(Initialisation):
@@ -255,7 +249,7 @@ class Replay(Initialisation):
         made = bool(self._setup.options.get("nesterov", True)) + (not self._updates_pending)
         rounding = ROUNDING.get(self._setup.precision, 0)
         held = []
-        for spec in buffers.whole_update(self._trainable, self._sizing, _is_matrix, made, rounding):
+        for spec in buffers.whole_update(self._trainable, self._sizing, made, rounding):
             held.append(Storage(self._ledger, spec.nbytes, spec.category))
 
     def _enter(self, unit: int) -> None:

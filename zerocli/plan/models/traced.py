@@ -17,7 +17,16 @@ from zerocli.plan.memory.replayable_program import ReplayableProgram
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.time.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Computed, Passes, num_chunks, recomputing
+from zerocli.plan.time.compute import (
+    HOST_COMPILED,
+    HOST_FORWARD,
+    USUAL,
+    Computed,
+    Passes,
+    num_chunks,
+    recomputing,
+    whole_update,
+)
 from zerocli.plan.time.hardware import HostTimes
 
 if TYPE_CHECKING:
@@ -112,7 +121,9 @@ class Traced(Model):
             each.numel for at, unit in enumerate(model.program.units) if at not in own for each in unit.parameters
         )
         found = self.passes(setup, host), gradients, self.model_flops(setup), ends
-        return Computed(*found, num_chunks(model.units(), setup), max(1, model.layers), hidden=0)
+        units = list(model.units())
+        updates = whole_update(units, setup, host)
+        return Computed(*found, num_chunks(units, setup), max(1, model.layers), 0, *updates)
 
     def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
         """Return the work of a micro-step."""

@@ -18,7 +18,7 @@ from zerocli.plan.time.hardware import HOST
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
 BENCH_NBYTES = 256 << 20
-BENCH_SECONDS = 4.0
+BENCH_SECONDS, COMPUTE_SECONDS = 4.0, {"cuda": 15.0, "cpu": 5.0}
 UNMEASURED_NBYTES, UNMEASURED_SECONDS = 64 << 20, 0.5
 """The same for a disk that `--auto` may choose and nobody measured."""
 COMPUTE = "compute"
@@ -52,16 +52,16 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
     from tiers import bench  # imports torch
 
     link = "the link between host and GPU" if facts["gpus"] else "host memory"
-    jobs: list[tuple[str, str, Callable[[], Any]]] = [
-        (link, bench_key(facts), lambda: bench.bench_dram_hbm(BENCH_NBYTES, BENCH_SECONDS)),
-        ("compute", bench_key(facts, COMPUTE), _compute_rates),
-        *(
-            (f"disk {path}", bench_key(facts, path), partial(_disk, bench, path, BENCH_NBYTES, BENCH_SECONDS))
-            for path in paths
-        ),
+    compute = COMPUTE_SECONDS["cuda" if facts["gpus"] else "cpu"]
+    jobs: list[tuple[str, str, float, Callable[[], Any]]] = [
+        (link, bench_key(facts), BENCH_SECONDS, lambda: bench.bench_dram_hbm(BENCH_NBYTES, BENCH_SECONDS)),
+        ("compute", bench_key(facts, COMPUTE), compute, _compute_rates),
     ]
-    for number, (title, key, act) in enumerate(jobs, 1):
-        say(f"measuring {number} of {len(jobs)}: {title} (about {BENCH_SECONDS:g} s)")
+    for path in paths:
+        disk = partial(_disk, bench, path, BENCH_NBYTES, BENCH_SECONDS)
+        jobs.append((f"disk {path}", bench_key(facts, path), BENCH_SECONDS, disk))
+    for number, (title, key, seconds, act) in enumerate(jobs, 1):
+        say(f"measuring {number} of {len(jobs)}: {title} (about {seconds:g} s)")
         result = act()
         _remember(key, result)
         say(f"  {in_words(result)}")
@@ -104,6 +104,7 @@ def _remember(key: str, result: Any) -> None:
 UNITS = dict.fromkeys(("products", "bf16", "fp16"), "TFLOPS") | dict.fromkeys(HOST, "s per block")
 UNITS |= {
     "adam": "billion parameters/s",
+    "adam_beside": "billion parameters/s beside the link",
     "host_chunk": "s per chunk of an update",
     "host_transfer": "s per transfer of a chunk",
 }

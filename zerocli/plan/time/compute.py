@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from zerocli.layout import constants
+from zerocli.layout.buffers import is_matrix
 from zerocli.plan.blocks.shape import NORMS, Shape, Unit
 from zerocli.plan.blocks.work import Work
 from zerocli.plan.setup import Setup
@@ -36,6 +37,11 @@ HOST_FORWARD = 0.4
 """Forward's share of the host's time for a block, recomputed or not (`hardware.HostTimes`)."""
 HOST_COMPILED, HOST_AGAIN = 1.25, 0.7
 """The host's time for a compiled block, and what its recomputation adds, relative to an eager block that is kept."""
+HOST_WHOLE_UPDATE = 0.45
+"""The host's time for the update of one matrix by a rule that needs it whole, relative to that for a block."""
+WHOLE_UPDATE_NBYTES = 200
+"""Bytes per parameter that such an update moves beyond those of any other: master, gradient and states are copied in
+fp32, pass through the rule in several kernels, and are written back."""
 USUAL = HostTimes()
 
 
@@ -77,6 +83,10 @@ class Computed:
     layers: int
     hidden: int
     """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
+    update: Work = Work()
+    """What a rule that updates whole matrices computes on every rank; other updates only move their states."""
+    whole: float = 0.0
+    """The share of the trained parameters that such a rule updates: their states come, are updated and go in turn."""
 
 
 def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
@@ -101,7 +111,23 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
     ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     found = passes(shape, setup, host), gradients, model_flops(shape, setup.seq, tokens), ends
-    return Computed(*found, num_chunks(shape.units(), setup), shape.layers, shape.hidden)
+    units = list(shape.units())
+    return Computed(*found, num_chunks(units, setup), shape.layers, shape.hidden, *whole_update(units, setup, host))
+
+
+def whole_update(units: Iterable[tuple[Unit, int]], setup: Setup, host: HostTimes) -> tuple[Work, float]:
+    """Return `Computed.update` and `Computed.whole`: all units that have a matrix are updated whole."""
+    found, numel, trained = Work(), 0.0, 0.0
+    for unit, number in units if setup.updates_whole else ():
+        parameters = [each for each in unit.parameters if each.trainable]
+        matrices = [each.local(setup.tp) for each in parameters if is_matrix(each.name, each.shape)]
+        here = number * sum(math.prod(each.local(setup.tp)) for each in parameters)
+        trained += here
+        if matrices:
+            numel += here
+            products = sum(map(setup.update_operations, matrices))
+            found += Work(products, host=HOST_WHOLE_UPDATE * host.block * len(matrices)).times(number)
+    return found + Work(moved=WHOLE_UPDATE_NBYTES * numel), numel / max(1.0, trained)
 
 
 def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:

@@ -74,6 +74,8 @@ class Hardware:
     """Of the node's disks together, reading or writing."""
     adam: float = 4.0
     """Billions of parameters per second that the node's CPUs update."""
+    adam_beside: float = 0.0
+    """The same while links to GPUs are busy, which use the same memory; 0: not measured, 0.8 of it."""
     products: float = 0.0
     """TFLOPS that a large product in bf16 reached on this machine; 0: not measured."""
     host_block: float = HostTimes.block
@@ -160,7 +162,7 @@ _WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|qu
 
 
 HOST = tuple(f"host_{each.name}" for each in dataclasses.fields(HostTimes))
-RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam") + HOST
+RATES = ("tflops", "products", "hbm", "links", "network", "pcie", "both_ways", "disk", "adam", "adam_beside") + HOST
 """The fields that are rates, or times of the host; `--set hardware.NAME` overrides each."""
 
 
@@ -205,7 +207,7 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
         elif name == "compute" and all(_rate(result.get(each)) for each in ("products", "memory", "adam")):
             changes |= {"products": result["products"] * SUSTAINED, "adam": result["adam"]}
             changes["hbm"] = result["memory"] / COPIED
-            changes |= {each: result[each] for each in HOST if _rate(result.get(each))}
+            changes |= {each: result[each] for each in (*HOST, "adam_beside") if _rate(result.get(each))}
     if disk := disk_rate(measured):
         changes["disk"] = disk
     return dataclasses.replace(PRESETS[known], **changes)

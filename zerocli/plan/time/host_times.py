@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Mapping
@@ -29,7 +28,9 @@ from zerocli.plan.time.seconds import num_transfers
 
 LAYERS, WIDTH, TOKENS = 16, 128, 32
 TURNS, STEPS = 8, 3
-"""Each kind has this many turns of this many steps."""
+"""Each kind has at most this many turns of this many steps."""
+LEAST_TURNS, SECONDS = 2, 4.0
+"""After this many turns no other begins once a family has taken so long."""
 FAMILIES = ("gpt2", "llama")
 
 
@@ -102,9 +103,13 @@ def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kin
             engines[kind] = _engine(model, kind, precision, device)
             closing.callback(engines[kind].close)
         closing.enter_context(long_lived())  # as in training
-        for turn, kind in itertools.product(range(1 + TURNS), KINDS):
-            took = [_step(engines[kind], tokens) for _ in range(STEPS)]
-            seconds[kind] += took[1:] if turn else []
+        began = time.perf_counter()
+        for turn in range(1 + TURNS):
+            if turn > LEAST_TURNS and time.perf_counter() - began > SECONDS:
+                break
+            for kind in KINDS:
+                took = [_step(engines[kind], tokens) for _ in range(STEPS)]
+                seconds[kind] += took[1:] if turn else []
     return {kind: statistics.median(each) for kind, each in seconds.items()}
 
 

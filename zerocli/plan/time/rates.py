@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
 from collections.abc import Callable
 
 import torch
 
+from zerocli.engine.optimizer.compiled_update import Unavailable, open_beside
 from zerocli.engine.optimizer.optim import FusedAdam
-from zerocli.engine.optimizer.update_place import LEAST_NUMEL, MOST_NUMEL, choose_compiled, measure_cpu
+from zerocli.engine.optimizer.update_place import LEAST_NUMEL, MOST_NUMEL, choose_compiled, measure_both, measure_cpu
 from zerocli.engine.precision import PRECISIONS
+from zerocli.layout.flats import Sizing
+from zerocli.layout.stage import STAGES
 
 SECONDS = 1.0
 """Each rate is measured for about this long: a GPU lowers its clock after a while, as it does in training."""
@@ -22,7 +26,7 @@ SMALLEST = 128
 def measure_rates(device: torch.device) -> dict[str, float]:
     """Return the TFLOPS of a large product (bf16 on a GPU, else fp32, and beside it those of bf16 and fp16), the GB/s
     of a copy in the device's memory (read and written), and the billions of parameters per second that the host's cores
-    update.
+    update, alone and, where a GPU is updated beside them, while its link is busy.
     """
     cuda = device.type == "cuda"
     source = torch.ones((1 << 30) if cuda else (64 << 20), dtype=torch.uint8, device=device)
@@ -33,7 +37,21 @@ def measure_rates(device: torch.device) -> dict[str, float]:
         **half,
         "memory": 2 * source.nbytes / _seconds(lambda: target.copy_(source), device) / 1e9,
         "adam": 1e-9 / measure_cpu(True, MOST_NUMEL, choose_compiled("auto", FusedAdam(True), LEAST_NUMEL, True)[0]),
+        **({"adam_beside": beside} if cuda and (beside := _beside(device)) else {}),
     }
+
+
+def _beside(device: torch.device) -> float:
+    """Return the billions of parameters per second that the host's cores update while the link to the device is busy
+    both ways; 0 if they take no part in updates there.
+    """
+    try:
+        kernel = open_beside(FusedAdam(True))
+    except Unavailable:
+        return 0.0
+    sizing = Sizing(STAGES[1], split_master=True, threads=torch.get_num_threads())
+    took = [measure_both(kernel, device, sizing, torch.bfloat16, MOST_NUMEL)[1] for _ in range(3)]
+    return 1e-9 / statistics.median(took)
 
 
 def slower_than_fp32(dtype: torch.dtype) -> float:

@@ -122,9 +122,10 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
         mine *= offloaded / states
         rate = hardware.adam * GB
         if not setup.updates_on_cpu:
-            rate *= BESIDE_LINK / slowed_by_copies(setup.width, _away(setup), setup.sizing)
+            rate = _beside(hardware) / slowed_by_copies(setup.width, _away(setup), setup.sizing)
         first.parts["update"] = held * setup.local_ranks * mine / rate
         here *= 1 - mine
+    here += _whole_seconds(plan, work, hardware)
     every = (first, backward, forward)
     parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
     waits = here + _waited(plan, work.ends, hardware)
@@ -149,8 +150,13 @@ def _share_of_cpu(setup: Setup, hardware: Hardware) -> float:
         return 0.0
     width = setup.state_width
     link = Moved(up=width, down=width).pcie_seconds(hardware) / BESIDE_LINK
-    cpu = setup.local_ranks / (hardware.adam * GB * BESIDE_LINK)
+    cpu = setup.local_ranks / _beside(hardware)
     return share_of_cpu(link, cpu, setup.width, _away(setup), setup.sizing)
+
+
+def _beside(hardware: Hardware) -> float:
+    """Return the parameters per second that a node's CPUs update while the links are busy."""
+    return GB * (hardware.adam_beside or BESIDE_LINK * hardware.adam)
 
 
 def _away(setup: Setup) -> list[str]:
@@ -234,7 +240,7 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
         (setup.accumulate - 1, forward, host.gather, sums, later),
     ]
     phases = []
-    moves = _moved(plan, plan.num_trained / setup.tp, _share_of_cpu(setup, hardware))
+    moves = _moved(plan, plan.num_trained / setup.tp, _share_of_cpu(setup, hardware), of.whole)
     for (times, computed, hosted, exchanged, (gathered, replayed)), moved in zip(made, moves, strict=True):
         parts = {
             "compute": _computing(computed, setup, hardware),
@@ -247,6 +253,16 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
         phases.append(Phase(parts, times=times, replayed=replayed))
     phases[0].tail = phases[2].tail = head
     return phases
+
+
+def _whole_seconds(plan: Plan, work: Computed, hardware: Hardware) -> float:
+    """Return the seconds of updates of whole matrices: offloaded states and gradients come, and states go, in turn."""
+    moving, device = 0.0, _computing(work.update, plan.setup, hardware)
+    for tier in off_device(plan):
+        moved = work.whole * (2 * plan.of("optimizer_states", tier) + plan.of("gradients", tier))
+        link = Moved(up=moved / plan.setup.local_ranks)
+        moving += Moved(disk=moved).disk_seconds(hardware) if tier == "nvme" else link.pcie_seconds(hardware)
+    return moving + device + work.update.host if moving else _together(device, work.update.host)
 
 
 def _computing(work: Work, setup: Setup, hardware: Hardware) -> float:
@@ -350,9 +366,9 @@ def num_transfers(setup: Setup, states: float, gradients: float, parameters: flo
     return 2 * states + gradients + (1 + setup.sizing.split_master) * parameters
 
 
-def _moved(plan: Plan, local: float, cpu: float) -> tuple[Moved, Moved, Moved]:
+def _moved(plan: Plan, local: float, cpu: float, whole: float) -> tuple[Moved, Moved, Moved]:
     """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase, if the CPU
-    updates this share of the offloaded states.
+    updates this share of the offloaded states, and another share is updated `whole`, before these phases.
     """
     setup, ranks = plan.setup, plan.setup.local_ranks
     added = 1 - 1 / setup.accumulate  # share of backwards that add to gradients of earlier ones
@@ -360,7 +376,7 @@ def _moved(plan: Plan, local: float, cpu: float) -> tuple[Moved, Moved, Moved]:
     elsewhere = off_device(plan)
     offloaded = [plan.of("optimizer_states", tier) for tier in elsewhere]
     on_cpu = cpu if any(offloaded) else 0.0
-    through = 1 - on_cpu  # the share of states, gradients and new parameters that cross the link for the update
+    through = 1 - on_cpu - whole  # the share of states, gradients and new parameters that pass through the device
     for tier in elsewhere:
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
@@ -376,7 +392,7 @@ def _moved(plan: Plan, local: float, cpu: float) -> tuple[Moved, Moved, Moved]:
         forward.down += checkpoints
         if tier == "nvme":
             read = parameters - min(parameters, setup.read_ahead_nbytes)  # per pass, what is not in the cache any more
-            first.disk += ranks * (2 * states + gradients + fetched + updated + read + checkpoints)
+            first.disk += ranks * ((1 - whole) * (2 * states + gradients) + fetched + updated + read + checkpoints)
             backward.disk += ranks * (read + gradients * (1 + added) + checkpoints)
             forward.disk += ranks * (read + checkpoints)
     if on_cpu:
