@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as `zerocli train` does for itself
+import torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 

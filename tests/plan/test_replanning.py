@@ -48,6 +48,20 @@ def test_what_differs_by_more_than_a_tolerance_is_noticed_after_a_window(changes
         assert found.startswith(f"{adapt.SETTLING + adapt.WINDOW}: ")
 
 
+def test_links_are_timed_in_the_first_window_and_where_steps_differ():
+    windows, quiet = StepWindows(PLANNED), dataclasses.replace(PLANNED, busy={})
+    first = adapt.SETTLING + adapt.WINDOW
+    assert not noticed(windows, 1, first - 1, PLANNED) and windows.times_links
+    assert not noticed(windows, first, 20, quiet) and not windows.times_links
+    slow = dataclasses.replace(PLANNED, seconds=2.0)
+    for step in range(21, 40):  # as a run does: links are in what is measured if they are timed
+        if reason := windows.add(step, slow if windows.times_links else dataclasses.replace(slow, busy={})):
+            break
+    assert (step, reason) == (22 + 1 + adapt.WINDOW, "a step takes 2 s, 1 s planned") and windows.window.busy
+    windows.keep(step)
+    assert not noticed(windows, step + 1, step + 20, slow) and not windows.times_links
+
+
 def test_one_slow_step_is_no_reason():
     windows = StepWindows(PLANNED)
     for step in range(1, 200):

@@ -29,6 +29,9 @@ ALONE: dict[str, Any] = {"stage": 3, "ranks": 1, "batch": 16, "seq": 1024, "reco
 NODE = PRESETS["h200"]
 MACHINE = dataclasses.replace(NODE, pcie=55.0, disk=4.05, adam=2.5)
 MANY_CORES = dataclasses.replace(MACHINE, adam=4.5)
+QUICK_HOST = dataclasses.replace(
+    MACHINE, products=701, hbm=4989, host_block=1.37e-3, host_whole=1.83e-3, host_selective=2.83e-3
+)
 """The machine that was measured: its link, its disk (reading and writing at once), its sixteen cores beside a GPU."""
 
 
@@ -42,6 +45,10 @@ def timed(model: ModelConfig = MODEL, hardware: Hardware = NODE, **setup: Any) -
 LLAMA = ModelConfig(family="llama", layers=16, hidden=2048, heads=32, vocab=50304, tie=False)
 EIGHT = dataclasses.replace(LLAMA, layers=32, hidden=4096, kv_heads=8, vocab=128256, mlp_hidden=14336)
 SHORT = {"recompute": False, "batch": 8, "seq": 2048}
+FLAT = ModelConfig(family="llama", layers=2, hidden=3072, heads=24, kv_heads=6, vocab=50304, tie=False)
+DEEP = ModelConfig(family="llama", layers=40, hidden=1024, heads=8, vocab=50308, tie=False)
+DEEPER = ModelConfig(family="llama", layers=40, hidden=1280, heads=20, kv_heads=5, vocab=128256)
+MUON = {"optimizer": "muon"}
 
 
 @pytest.mark.parametrize(
@@ -61,12 +68,21 @@ SHORT = {"recompute": False, "batch": 8, "seq": 2048}
         (LARGE, MACHINE, {"offload": "optimizer=cpu,grads=cpu"}, 1.100),
         (LARGE, MACHINE, {"offload": "params=hbm:3GiB+cpu,grads=cpu,optimizer=cpu,activations=cpu"}, 1.320),
         (MODEL, MACHINE, {"offload": "optimizer=nvme", "master": "fp32"}, 9.95),
+        (FLAT, QUICK_HOST, MUON | {"batch": 32, "recompute": "selective"}, 0.1912),
+        (DEEPER, QUICK_HOST, MUON | {"recompute": "selective", "compiled": True}, 0.3228),
+        (DEEP, QUICK_HOST, MUON | {"batch": 8, "seq": 4096, "offload": "optimizer=cpu"}, 0.8849),
     ],
 )
 def test_an_estimate_is_near_what_was_measured(model, hardware, setup, seconds):
     """On one H200; docs/performance.md has the measurements. Disks of one machine differ more from day to day."""
     near = 0.15 if "nvme" in setup.get("offload", "") else 0.08
     assert timed(model, hardware, **setup).seconds == pytest.approx(seconds, rel=near)
+
+
+def test_what_cpus_update_beside_a_busy_link_is_measured():
+    rows = [dataclasses.replace(MACHINE, adam=6.4, adam_beside=beside) for beside in (0.0, 0.8 * 6.4, 3.7)]
+    guessed, same, slower = (timed(LARGE, row, offload="cpu", update="both").seconds for row in rows)
+    assert guessed == same and slower > 1.05 * same
 
 
 def test_products_are_those_that_are_executed():
@@ -304,15 +320,17 @@ def test_measured_rates_take_the_place_of_a_presets():
     }
     measured = {
         "dram_hbm": {"result": {"up": 55.0, "down": 54.0, "both": 92.0}},
+        "compute": {"result": {"products": 650.0, "memory": 4200.0, "adam": 5.0, "adam_beside": 3.7}},
         "/scratch": {"result": {"read": 3.9, "write": 3.7, "both": 4.05}},
         "broken": "?",
     }
     here = this_machine(facts, measured)
     assert here is not None and (here.gpus, here.tflops, here.nvme_space) == (4, NODE.tflops, 5 * 10**11)
     assert (here.pcie, here.both_ways, here.disk) == (54.0, pytest.approx(92 / 108), 4.05)
+    assert (here.adam, here.adam_beside) == (5.0, 3.7)
     older = this_machine(facts, {"/scratch": {"result": {"read": 3.9, "write": 3.7}}})
     assert older is not None and (older.disk, older.pcie) == (3.7, NODE.pcie)
-    assert here.source == "this machine, measured: link, disk; other rates of h200"
+    assert here.source == "this machine, measured: link, compute, disk; other rates of h200"
     assert older.source == "this machine, measured: disk; other rates of h200"
     assert this_machine({"gpus": []}, {}) is None
 

@@ -256,10 +256,13 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
 
 
 def _whole_seconds(plan: Plan, work: Computed, hardware: Hardware) -> float:
-    """Return the seconds of updates of whole matrices: offloaded states and gradients come, and states go, in turn."""
+    """Return the seconds of updates of whole matrices: what is offloaded of them comes, and all but gradients goes, in
+    turn.
+    """
     moving, device = 0.0, _computing(work.update, plan.setup, hardware)
     for tier in off_device(plan):
-        moved = work.whole * (2 * plan.of("optimizer_states", tier) + plan.of("gradients", tier))
+        both = plan.of("optimizer_states", tier) + plan.of("parameters", tier)
+        moved = work.whole * (2 * both + plan.of("gradients", tier))
         link = Moved(up=moved / plan.setup.local_ranks)
         moving += Moved(disk=moved).disk_seconds(hardware) if tier == "nvme" else link.pcie_seconds(hardware)
     return moving + device + work.update.host if moving else _together(device, work.update.host)
