@@ -18,7 +18,7 @@ from zerocli.plan.time.hardware import HOST
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
 BENCH_NBYTES = 256 << 20
-BENCH_SECONDS, COMPUTE_SECONDS = 4.0, {"cuda": 15.0, "cpu": 5.0}
+LINK_SECONDS, DISK_SECONDS, COMPUTE_SECONDS = 2.0, 4.0, {"cuda": 15.0, "cpu": 5.0}
 UNMEASURED_NBYTES, UNMEASURED_SECONDS = 64 << 20, 0.5
 """The same for a disk that `--auto` may choose and nobody measured."""
 COMPUTE = "compute"
@@ -54,12 +54,12 @@ def measure(facts: dict[str, Any], paths: tuple[str, ...]) -> None:
     link = "the link between host and GPU" if facts["gpus"] else "host memory"
     compute = COMPUTE_SECONDS["cuda" if facts["gpus"] else "cpu"]
     jobs: list[tuple[str, str, float, Callable[[], Any]]] = [
-        (link, bench_key(facts), BENCH_SECONDS, lambda: bench.bench_dram_hbm(BENCH_NBYTES, BENCH_SECONDS)),
+        (link, bench_key(facts), LINK_SECONDS, lambda: bench.bench_dram_hbm(BENCH_NBYTES, LINK_SECONDS)),
         ("compute", bench_key(facts, COMPUTE), compute, _compute_rates),
     ]
     for path in paths:
-        disk = partial(_disk, bench, path, BENCH_NBYTES, BENCH_SECONDS)
-        jobs.append((f"disk {path}", bench_key(facts, path), BENCH_SECONDS, disk))
+        disk = partial(_disk, bench, path, BENCH_NBYTES, DISK_SECONDS)
+        jobs.append((f"disk {path}", bench_key(facts, path), DISK_SECONDS, disk))
     for number, (title, key, seconds, act) in enumerate(jobs, 1):
         say(f"measuring {number} of {len(jobs)}: {title} (about {seconds:g} s)")
         result = act()

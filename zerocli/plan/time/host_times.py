@@ -29,7 +29,7 @@ from zerocli.plan.time.seconds import num_transfers
 LAYERS, WIDTH, TOKENS = 16, 128, 32
 TURNS, STEPS = 8, 3
 """Each kind has at most this many turns of this many steps."""
-LEAST_TURNS, SECONDS = 2, 4.0
+LEAST_TURNS, SECONDS = 2, 3.0
 """After this many turns no other begins once a family has taken so long."""
 FAMILIES = ("gpt2", "llama")
 
