@@ -75,8 +75,8 @@ class Record:
                 offset = before * (last - first) + width * (low - first)
                 yield self._starts[first] + offset // UNIT.itemsize, range(low, high)
 
-    def local(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return the chunk's own memory if the host can address it; after changing it, call `changed`."""
+    def local(self, start: int, stop: int) -> torch.Tensor:
+        """Return the chunk's own memory, which the host must be able to address; after changing it, call `changed`."""
         return self.store.local(self._starts[start], self._starts[start] + self.units(start, stop))
 
     def view(self, start: int, stop: int) -> torch.Tensor:

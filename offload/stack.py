@@ -125,13 +125,14 @@ class Stack:
 
     def close(self) -> None:
         """Free the arenas; arrays that are still in them may not be read any more."""
-        self._drop_arenas()
-
-    def finish_writes(self) -> None:
-        """Wait for all writes in flight, and drop their arrays from the device."""
         self._finish_writes(0)
+        for block in {slot.block for slot in self._slots}:
+            block.tier.free(block)
+        self._slots.clear()
+        self._used.clear()
 
     def _finish_writes(self, left: int) -> None:
+        """Wait for all writes in flight but the latest `left`, and drop their arrays from the device."""
         while len(self._in_flight) > left:
             saved = self._in_flight.popleft()()
             if saved is not None:
@@ -162,17 +163,10 @@ class Stack:
             if not slot.taken and slot.nbytes >= nbytes:
                 return slot
         if not any(slot.taken for slot in self._slots):
-            self._drop_arenas()  # an array larger than any before
+            self.close()  # an array larger than any before
         first = len(self._slots)
         self._grow(nbytes)
         return self._slots[first]
-
-    def _drop_arenas(self) -> None:
-        self.finish_writes()
-        for block in {slot.block for slot in self._slots}:
-            block.tier.free(block)
-        self._slots.clear()
-        self._used.clear()
 
     def _grow(self, nbytes: int) -> None:
         """Add slots for `expected` arrays: on the first tier until its budget or space is used up, then on the next.

@@ -26,7 +26,7 @@ from offload.checksum import checksums, kernels
 from tiers.base import Block, as_bytes
 from tiers.copies import stream_position
 from tiers.errors import TierError, format_nbytes
-from tiers.transfer import Transfer
+from tiers.transfer import JointTransfer, Transfer
 
 CELL_NBYTES = 2 << 20
 """Large enough to need few checksums, small enough to read back when a transfer begins inside a cell."""
@@ -275,29 +275,25 @@ class _Run:
             self.taken.append((taken, place, place + 1))
 
 
-class CheckedTransfer(Transfer):
+class CheckedTransfer(JointTransfer):
     """A read that is compared once, at the first wait; every wait raises if the comparison failed."""
 
     def __init__(self, inner: Transfer, memory: torch.Tensor, compare: Callable[[bool], None]) -> None:
-        super().__init__(inner.nbytes)
+        super().__init__((inner,))
         self._on_host = not memory.is_cuda
         self.event = inner.event
-        self._inner = inner
         self._compare: Callable[[bool], None] | None = compare
         self._corrupted: Corrupted | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> None:
         # The host compares host memory, and is not ordered by any stream.
-        self._inner.synchronize() if self._on_host else self._inner.wait()
+        super().synchronize() if self._on_host else super().wait()
         self._finish(False)
 
     def synchronize(self) -> None:
-        self._inner.synchronize()
+        super().synchronize()
         self._finish(True)
-
-    def wait_for_host(self) -> None:
-        self._inner.wait_for_host()
 
     def _finish(self, now: bool) -> None:
         with self._lock:
@@ -311,24 +307,8 @@ class CheckedTransfer(Transfer):
             raise self._corrupted
 
     @property
-    def holds_host(self) -> bool:
-        return self._inner.holds_host
-
-    @property
-    def tier(self) -> str:
-        return self._inner.tier
-
-    @property
-    def done(self) -> bool:
-        return self._inner.done
-
-    @property
-    def released(self) -> bool:
-        return self._inner.released
-
-    @property
     def error(self) -> BaseException | None:
-        return self._corrupted or self._inner.error
+        return self._corrupted or super().error
 
 
 def _error(message: str, tier: str) -> Corrupted:

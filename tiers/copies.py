@@ -63,11 +63,8 @@ class Copier:
         future = self._pool().submit(_copy_on_host, source, target, position, list(after))
         return Transfer(source.numel(), future=future, hold=(source, target), tier=self._tier)
 
-    def stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
-        """Return the stream for copies in a `direction` (up, down or across) that the current stream issues."""
-        return self._stream_beside(current_stream(device), device, direction)
-
-    def _stream_beside(self, caller: torch.cuda.Stream, device: torch.device, direction: str) -> torch.cuda.Stream:
+    def stream(self, caller: torch.cuda.Stream, device: torch.device, direction: str) -> torch.cuda.Stream:
+        """Return the stream for copies in a `direction` (up, down or across) that this stream of the caller issues."""
         key = (device, direction, caller.cuda_stream)
         found = self._streams.get(key)
         if found is None:
@@ -90,7 +87,7 @@ class Copier:
         callers = {device: current_stream(device)}
         if direction == "across" and source.device != device:
             callers[source.device] = current_stream(source.device)
-        stream = self._stream_beside(callers[device], device, direction)
+        stream = self.stream(callers[device], device, direction)
         for place, caller in callers.items():
             record_event(place, caller).wait(stream)
         for earlier in after:

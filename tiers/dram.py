@@ -141,8 +141,8 @@ class DramTier(Tier):
 
     def _map(self, nbytes: int) -> _Arena:
         """Return a new arena with room for `nbytes`, within the budget and what the machine has left."""
-        assert self._capacity is not None
-        budget = round_up(self._capacity, PAGE_NBYTES)
+        assert self.capacity is not None
+        budget = round_up(self.capacity, PAGE_NBYTES)
         if budget - self.footprint < nbytes:
             self._unmap_empty()
         room = budget - self.footprint

@@ -28,6 +28,7 @@ from tiers.errors import TierError, TierFull, format_nbytes
 from tiers.file_workers import FileWorker, LoopThread
 from tiers.pages import Registrar, memory_of
 from tiers.staging import Staging
+from tiers.streams import current_stream
 from tiers.stripes import Piece, Record, Unit, cut
 from tiers.swapfile import SwapFile, disk_error, free_nbytes
 from tiers.transfer import Transfer
@@ -93,7 +94,7 @@ class NvmeTier(Tier):
             raise
         self.notes = [note for file in self._files for note in file.notes]
         if capacity is None:
-            self._capacity = self._room()
+            self.capacity = self._room()
         _open_tiers.add(self)
 
     @property
@@ -171,7 +172,7 @@ class NvmeTier(Tier):
     def _take(self, nbytes: int) -> Unit:
         """Reserve one unit in the file whose turn it is, or in the next that has room."""
         rounded = round_up(nbytes, PAGE_NBYTES)
-        growth_limit = (self._capacity or 0) - self.footprint
+        growth_limit = (self.capacity or 0) - self.footprint
         full: TierFull | None = None
         for _ in self._files:
             file = self._files[self._next_file]
@@ -231,7 +232,7 @@ class NvmeTier(Tier):
             if piece.in_place and (piece.whole or not self._verify):
                 await self._write_in_place(piece)
             else:
-                await self._write_staged(piece, position)
+                await self._move_staged(piece, position, writes=True)
         except OSError as error:
             record.broken[piece.index] = str(error.strerror or error)
             raise disk_error(error, file.directory, "write", piece.nbytes) from error
@@ -248,7 +249,7 @@ class NvmeTier(Tier):
             if piece.in_place and (piece.whole or not self._verify):
                 await self._read_in_place(piece)
             else:
-                await self._read_staged(piece, position)
+                await self._move_staged(piece, position, writes=False)
         except OSError as error:
             raise disk_error(error, file.directory, "read", piece.nbytes) from error
 
@@ -278,41 +279,28 @@ class NvmeTier(Tier):
             if self._verify:
                 await self._compare(worker, unit, memory)
 
-    async def _write_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
-        unit = piece.unit
-        first, last = self._window(piece)
+    async def _move_staged(self, piece: Piece, position: torch.cuda.Event | None, writes: bool) -> None:
+        """Move the whole pages around a piece through a buffer, or its whole unit if a checksum needs it."""
+        unit, queue = piece.unit, piece.unit.file.writers if writes else piece.unit.file.readers
+        first = 0 if self._verify else piece.start // PAGE_NBYTES * PAGE_NBYTES
+        last = round_up(unit.nbytes if self._verify else piece.end, PAGE_NBYTES)
         async with (
             self._staging.buffer(last - first, piece.data.is_cuda) as pages,
-            _Turn(self, unit.file.writers) as worker,
+            _Turn(self, queue) as worker,
         ):
             window = pages.bytes[: last - first]
-            if piece.start > first or piece.end < min(last, unit.nbytes):
+            part = window[piece.start - first : piece.end - first]
+            if not writes or piece.start > first or piece.end < min(last, unit.nbytes):
                 await worker.read(unit.start + first, memory_of(window))
-            part = window[piece.start - first : piece.end - first]
-            await worker.call(self._copy, piece.data, part, position)
-            if self._verify:
-                unit.checksum = await worker.call(zlib.crc32, memory_of(window[: unit.nbytes]))
-            await worker.write(unit.start + first, memory_of(window))
-
-    async def _read_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
-        unit = piece.unit
-        first, last = self._window(piece)
-        async with (
-            self._staging.buffer(last - first, piece.data.is_cuda) as pages,
-            _Turn(self, unit.file.readers) as worker,
-        ):
-            window = pages.bytes[: last - first]
-            await worker.read(unit.start + first, memory_of(window))
-            if self._verify:
-                await self._compare(worker, unit, memory_of(window[: unit.nbytes]))
-            part = window[piece.start - first : piece.end - first]
-            await worker.call(self._copy, part, piece.data, position)
-
-    def _window(self, piece: Piece) -> tuple[int, int]:
-        """Return the whole pages around a piece, or around its whole unit if a checksum needs it."""
-        if self._verify:
-            return 0, round_up(piece.unit.nbytes, PAGE_NBYTES)
-        return piece.start // PAGE_NBYTES * PAGE_NBYTES, round_up(piece.end, PAGE_NBYTES)
+            if writes:
+                await worker.call(self._copy, piece.data, part, position)
+                if self._verify:
+                    unit.checksum = await worker.call(zlib.crc32, memory_of(window[: unit.nbytes]))
+                await worker.write(unit.start + first, memory_of(window))
+            else:
+                if self._verify:
+                    await self._compare(worker, unit, memory_of(window[: unit.nbytes]))
+                await worker.call(self._copy, part, piece.data, position)
 
     async def _compare(self, worker: FileWorker, unit: Unit, memory: memoryview) -> None:
         if unit.checksum is not None and await worker.call(zlib.crc32, memory) != unit.checksum:
@@ -330,7 +318,7 @@ class NvmeTier(Tier):
             target.copy_(source)
             return
         device, direction = (target.device, "up") if target.is_cuda else (source.device, "down")
-        stream = self._copier.stream(device, direction)
+        stream = self._copier.stream(current_stream(device), device, direction)
         event = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             if position is not None:

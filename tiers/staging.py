@@ -32,11 +32,6 @@ class Staging:
         self._awaited: dict[Pages, asyncio.Future[None]] = {}
         """Buffers that are lent on when they come back."""
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the buffers made so far."""
-        return sum(pages.nbytes for pages in self.made)
-
     @asynccontextmanager
     async def buffer(self, nbytes: int, pinned: bool = False) -> AsyncIterator[Pages]:
         """Lend a buffer whose first `nbytes` are used; `pinned` for bytes of a GPU (unpinned where that is refused)."""

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Placement, per_rank
 from offload.mover import Mover
+from offload.placement import Placement, per_rank
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say

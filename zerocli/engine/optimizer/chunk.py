@@ -204,7 +204,6 @@ class ChunkUpdate:
             memory = slot.parts.get("record")
             if memory is None:
                 memory = flat.record.local(span.start, span.stop)
-            assert memory is not None
             arrays |= flat.record.split(span.start, span.stop, memory)
         if flat.remainder is not None:
             arrays[REMAINDER] = flat.remainder[part]
@@ -217,12 +216,10 @@ class ChunkUpdate:
         if flat.gradient.held is not None:
             whole = span.numel == flat.gradient.held.numel() and not self.on_cpu
             return flat.gradient.held if whole else flat.gradient.held[span.start : span.stop].to(self.place(flat))
-        assert flat.gradient.store is not None
         if "grad" in slot.parts:
             return slot.parts["grad"]
-        local = flat.gradient.store.local(span.start, span.stop)
-        assert local is not None
-        return local
+        assert flat.gradient.store is not None
+        return flat.gradient.store.local(span.start, span.stop)
 
     def _target(self, chunk: Chunk, slot: Slot) -> torch.Tensor | None:
         """Return the memory of the chunk's parameters (compute dtype); None if the master is the parameters."""
@@ -233,9 +230,7 @@ class ChunkUpdate:
             assert flat.held_parameters is not None
             return flat.held_parameters[span.start : span.stop]
         if "parameters" not in chunk.passing:
-            local = flat.param_store.local(span.start, span.stop)
-            assert local is not None
-            return local
+            return flat.param_store.local(span.start, span.stop)
         if "parameters" in slot.parts:  # fetched: they are a part of the master
             return slot.parts["parameters"]
         return self._take(chunk, slot, "parameters", flat.dtype, span.numel)

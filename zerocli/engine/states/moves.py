@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload import HBM, Placement, Store, per_rank
-from offload.placement import KINDS
+from offload.placement import HBM, KINDS, Placement, per_rank
+from offload.store import Store
 from tiers.errors import TierFull
 from zerocli.config.placement import placement_at, read_placement
 from zerocli.engine.guards.accept import refuse_scripts

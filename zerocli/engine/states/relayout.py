@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload import Store
+from offload.store import Store
 from zerocli.engine.grouped import Shards
 from zerocli.engine.guards.aliases import Aliases
 from zerocli.engine.states.held import read_held, whole_of, whole_parameters, write_held
