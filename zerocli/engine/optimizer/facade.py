@@ -37,7 +37,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters = dict(engine.model.named_parameters())
         self._schedule: Callable[[int], float] | None = lr if callable(lr) else None
         self._factors = arranged.factors
-        self._last: tuple[Group, ...] = ()
         self._instance: torch.optim.Optimizer | None = None
         members: list[list[nn.Parameter]] = [[] for _ in arranged.groups]
         for name, at in arranged.group_of.items():
@@ -48,7 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = params
             super().__init__([{"params": params} for params in members], optimizer.defaults)
             self.param_groups = optimizer.param_groups
-            self._refuse_hooks_of(optimizer)
+            if any(vars(optimizer).get(name) for name in HOOKS[2:]):
+                self._refuse_state_hook()
             self._replace_methods(optimizer)
             self._instance = optimizer
         else:
@@ -83,10 +83,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if hasattr(getattr(instance, name), "_wrapped_by_lr_sched"):
                 forward._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             setattr(instance, name, types.MethodType(forward, instance))
-
-    def _refuse_hooks_of(self, instance: torch.optim.Optimizer) -> None:
-        if any(vars(instance).get(name) for name in HOOKS[2:]):
-            self._refuse_state_hook()
 
     def run_hooks(self, when: str) -> None:
         """Run the step hooks of torch, of the user's instance and of this object, each once; `when` is pre or post."""
@@ -123,11 +119,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Group(self._number(group, "lr"), self._number(group, "weight_decay"), self._rule.options_in(group), at)
             for at, group in enumerate(self.param_groups)
         )
-        if now != self._last:
-            for group in now:
-                self._rule.check(group)
-            self._last = now
-        return self._last
+        for group in now:
+            self._rule.check(group)
+        return now
 
     def _number(self, group: Mapping[str, Any], name: str) -> float:
         """Return a hyperparameter; an object that reads its groups itself may have any, or none."""

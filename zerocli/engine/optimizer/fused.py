@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:  # needs triton
 def can_fuse(rule: FlatOptimizer, device: torch.device) -> bool:
     """Whether the rule has a fused update on this device."""
     fits = type(rule) is FusedAdam and "max_exp_avg_sq" not in rule.state_names
-    return device.type == "cuda" and fits and _has_triton()
+    return device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
 
 
 def fused_update(rule: FlatOptimizer) -> FusedAdamUpdate:
@@ -26,8 +25,3 @@ def fused_update(rule: FlatOptimizer) -> FusedAdamUpdate:
 
     assert isinstance(rule, FusedAdam)
     return FusedAdamUpdate(rule.decoupled)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
