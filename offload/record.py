@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from offload.store import Store
-from offload.verify import UNVERIFIED, Unverified
+from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Tier
 from tiers.transfer import Transfer
 
@@ -28,7 +28,7 @@ class Record:
         arrays: Mapping[str, torch.dtype],
         cuts: Sequence[int],
         traffic: Counter[str],
-        verifier: Unverified = UNVERIFIED,
+        verifier: Verifier = UNVERIFIED,
     ) -> None:
         assert set(arrays.values()) <= {torch.float32, torch.int16}
         self.arrays = dict(sorted(arrays.items(), key=lambda array: -array[1].itemsize))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.placement import HBM, Share
-from offload.verify import UNVERIFIED, Unverified
+from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Block, Tier, as_bytes, round_up
 from tiers.errors import TierFull
 from tiers.transfer import Transfer
@@ -42,7 +42,7 @@ class Slot:
 class Saved:
     """One array of the stack; its slot is freed with the last reference to this object."""
 
-    def __init__(self, slot: Slot, source: torch.Tensor, what: str, verifier: Unverified) -> None:
+    def __init__(self, slot: Slot, source: torch.Tensor, what: str, verifier: Verifier) -> None:
         self.slot, self.numel, self.dtype = slot, source.numel(), source.dtype
         self._source: torch.Tensor | None = None
         self._write: Transfer | None = None
@@ -94,7 +94,7 @@ class Stack:
         shares: Sequence[Share],
         expected: int,
         traffic: Counter[str],
-        verifier: Unverified = UNVERIFIED,
+        verifier: Verifier = UNVERIFIED,
     ) -> None:
         self._open_tier, self._shares, self._expected = open_tier, tuple(shares), max(1, expected)
         self._traffic, self._verifier = traffic, verifier

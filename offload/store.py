@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from offload.verify import UNVERIFIED, Unverified
+from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Tier
 from tiers.transfer import Transfer
 
@@ -21,7 +21,7 @@ class Store:
         numel: int,
         dtype: torch.dtype,
         traffic: Counter[str],
-        verifier: Unverified = UNVERIFIED,
+        verifier: Verifier = UNVERIFIED,
     ) -> None:
         self.tier, self.kind, self.numel, self.dtype = tier, kind, numel, dtype
         self._traffic = traffic

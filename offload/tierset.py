@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload.placement import ACTIVATIONS, HBM, Placement
-from offload.verify import UNVERIFIED, Verifier
+from offload.verify import Verifier
 from tiers.base import Tier
 from tiers.events import SILENT, TierEvents
 from tiers.limits import read_limits
@@ -42,7 +42,7 @@ class TierSet:
         """Peak bytes of the tiers that `close_unused` has closed."""
         self.traffic: Counter[str] = Counter()
         """Bytes moved by kind and direction, such as `optimizer read`."""
-        self.verifier = Verifier() if verify else UNVERIFIED
+        self.verifier = Verifier(verify)
         """Compares what is read with what was written, if requested."""
 
     def open(self, name: str, kind: str, **fixed: Any) -> Tier:

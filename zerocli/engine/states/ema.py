@@ -14,7 +14,7 @@ import torch
 
 from zerocli.engine.engine import Engine
 from zerocli.engine.states import states
-from zerocli.engine.states.held import load_whole, read_held, whole_of
+from zerocli.engine.states.held import joined, load_whole, read_held, whole_of
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused
 from zerocli.layout.shards import Layout
@@ -86,9 +86,8 @@ class EMA:
         if missing := sorted(name for name, p in members if id(p) not in loaded):
             raise ValueError(f"the state has no average of {missing}")
         for flat in flats:
-            whole = torch.zeros(flat.layout.total, device=engine.device)
-            for entry, p, view in zip(flat.layout.entries, flat.parameters, flat.views(whole), strict=True):
-                view.copy_(engine.tensor_parallel.part(entry.name, loaded[id(p)]))
+            rows = zip(flat.layout.entries, flat.parameters, strict=True)
+            whole = joined(flat, (engine.tensor_parallel.part(e.name, loaded[id(p)]) for e, p in rows), engine.device)
             self._parts[_key(flat)].average.copy_(whole[flat.held.start : flat.held.stop])
         self.updates = max(self.updates, 1)  # what was loaded is an average: the next update does not replace it
 

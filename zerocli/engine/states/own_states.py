@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from zerocli.engine.states.named import StateMismatch, named_tensors
+from zerocli.engine.states.named import StateMismatch, aliases_in, named_tensors
 from zerocli.engine.units.modules import is_routed
 
 
@@ -169,10 +169,16 @@ def load_own(
             continue
         if not _is_parameter(tensor) and own and new is not made[id(tensor)]:
             replaced.append((module, name, new.detach()))
-        elif id(tensor) in found and not _same(found[id(tensor)], new):
+        elif (first := found.get(id(tensor))) is not None and not (
+            first.shape == new.shape and torch.equal(first, new)
+        ):
             raise StateMismatch(f"{name} of {type(module).__name__} is tied, and the state has two values for it")
+        elif (wanted := made[id(tensor)].shape) != new.shape:
+            raise StateMismatch(
+                f"loading gave {name} the shape {tuple(new.shape)}, and it is sharded as {tuple(wanted)}: load the "
+                "state before shard"
+            )
         else:
-            _require_shape(name, made[id(tensor)], new)
             found[id(tensor)] = new.detach()
     missing = _without_aliases(model, missing)
     if strict and (missing or unexpected):
@@ -205,34 +211,15 @@ def _deferred_extra_states(model: nn.Module, found: list[tuple[nn.Module, Any]])
     modules = [m for m in model.modules() if _definer(m, "set_extra_state") not in (nn.Module, None)]
     try:
         for module in modules:
-            module.__dict__["set_extra_state"] = _collector(module, found)
+            module.__dict__["set_extra_state"] = lambda state, module=module: found.append((module, state))
         yield
     finally:
         for module in modules:
             module.__dict__.pop("set_extra_state", None)
 
 
-def _collector(module: nn.Module, found: list[tuple[nn.Module, Any]]) -> Callable[[Any], None]:
-    return lambda state: found.append((module, state))
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left is right or (left.shape == right.shape and torch.equal(left, right))
-
-
-def _require_shape(name: str, wanted: torch.Tensor, new: torch.Tensor) -> None:
-    if wanted.shape != new.shape:
-        raise StateMismatch(
-            f"loading gave {name} the shape {tuple(new.shape)}, and it is sharded as {tuple(wanted.shape)}: load the "
-            "state before shard"
-        )
-
-
 def _without_aliases(model: nn.Module, missing: list[str]) -> list[str]:
     """Return the missing names without those of tied tensors that came under another name."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model):
-        groups.setdefault(id(tensor), []).append(name)
     absent = set(missing)
-    present = {name for aliases in groups.values() if not absent.issuperset(aliases) for name in aliases}
+    present = {name for aliases in aliases_in(model).values() if not absent.issuperset(aliases) for name in aliases}
     return [name for name in missing if name not in present]
