@@ -38,7 +38,7 @@ def bench_nvme(paths: Sequence[str | os.PathLike[str]], nbytes: int = 1 << 30, s
     pages = Pages(nbytes)
     pages.bytes.random_(0, 256)
     with (
-        NvmeTier(paths=list(paths), prewrite=True) as tier,
+        NvmeTier(paths=list(paths)) as tier,
         _RawLoop([Path(path) for path in paths], pages, tier.direct) as raw,
     ):
         block = tier.allocate(pages.nbytes)
@@ -118,7 +118,7 @@ def _bench_host(nbytes: int, seconds: float) -> dict[str, Any]:
     def copy() -> None:
         target.copy_(source)
 
-    with DramTier(nbytes + (1 << 20), prefault=True) as tier:
+    with DramTier(nbytes + (1 << 20)) as tier:
         block = tier.allocate(nbytes)
         jobs: dict[str, Job] = {
             "raw_write": copy,
@@ -131,7 +131,10 @@ def _bench_host(nbytes: int, seconds: float) -> dict[str, Any]:
 
 
 def _alternate(jobs: dict[str, Job], nbytes: int, seconds: float) -> dict[str, float]:
-    """Run the jobs in alternation, after one warm-up round, and return each one's median GB/s."""
+    """Run the jobs in alternation, after one round that is not measured, and return each one's median GB/s.
+
+    The first write to a region of a disk, and to pages of memory, is slow.
+    """
     for job in jobs.values():
         job()
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -191,7 +194,6 @@ class _RawLoop:
         list(self._threads.map(work, range(NUM_RAW_THREADS)))
 
     def __enter__(self) -> _RawLoop:
-        self.write()  # the first write to a region is slow: not measured
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -56,7 +56,6 @@ class DramTier(Tier):
         *,
         pin: bool | Literal["auto"] = "auto",
         arena_nbytes: int = ARENA_NBYTES,
-        prefault: bool = False,
         limits: HostLimits | None = None,
         registrar: Registrar | None = None,
     ) -> None:
@@ -70,7 +69,6 @@ class DramTier(Tier):
         if self._must_pin and not self._pin:
             raise TierError("host memory cannot be pinned: there is no GPU to pin it for", tier=self.name)
         self._arena_nbytes = round_up(max(arena_nbytes, 1), PAGE_NBYTES)
-        self._prefault = prefault
         self._arenas: list[_Arena] = []
         self._copier = Copier(self.name)
 
@@ -162,8 +160,6 @@ class DramTier(Tier):
         arena = _Arena(size, shared=size > nbytes)
         if self._pin:
             self._pin_arena(arena)
-        if self._prefault and not arena.pages.pinned:
-            arena.pages.prefault()
         self._arenas.append(arena)
         return arena
 

@@ -59,7 +59,6 @@ class NvmeTier(Tier):
         unit_nbytes: int = UNIT_NBYTES,
         direct: bool | Literal["auto"] = "auto",
         verify: bool = False,
-        prewrite: bool = False,
         grow_nbytes: int = 64 << 20,
         staging_nbytes: int = 64 << 20,
         registrar: Registrar | None = None,
@@ -85,7 +84,7 @@ class NvmeTier(Tier):
         self._loop = LoopThread("nvme-loop")
         try:
             for directory in directories:
-                file = SwapFile(directory, direct, grow_nbytes, prewrite)
+                file = SwapFile(directory, direct, grow_nbytes)
                 self._files.append(file)
                 self._open_workers(file, workers)
         except BaseException:
@@ -100,7 +99,7 @@ class NvmeTier(Tier):
     @property
     def footprint(self) -> int:
         """Return the bytes of the swap files on disk."""
-        return sum(file.size for file in self._files)
+        return sum(file.extents.size for file in self._files)
 
     @property
     def file_nbytes(self) -> int:
@@ -138,7 +137,7 @@ class NvmeTier(Tier):
 
     def _free(self, handle: Record) -> None:
         for unit in handle.units:
-            unit.file.give(unit.start, round_up(unit.nbytes, PAGE_NBYTES))
+            unit.file.extents.give(unit.start, round_up(unit.nbytes, PAGE_NBYTES))
 
     def _write(self, handle: Record, source: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
         work = self._move_all(handle, source, offset, after, stream_position(source), writes=True)
@@ -188,7 +187,7 @@ class NvmeTier(Tier):
         """Grow each file once for its share of a large block, not unit by unit."""
         units_each = -(-nbytes // self._unit_nbytes) // len(self._files)
         for file in self._files:
-            missing = units_each * self._unit_nbytes - file.free
+            missing = units_each * self._unit_nbytes - file.extents.free
             if missing > self._unit_nbytes:
                 try:
                     file.grow(missing, at_least=PAGE_NBYTES)
@@ -198,7 +197,7 @@ class NvmeTier(Tier):
     def _room(self) -> int:
         """Return the bytes that can still be reserved; directories on one file system share its space."""
         disks = {os.stat(file.directory).st_dev: free_nbytes(file.directory) for file in self._files}
-        return sum(file.free for file in self._files) + sum(disks.values())
+        return sum(file.extents.free for file in self._files) + sum(disks.values())
 
     def _where(self) -> str:
         return ", ".join(str(file.directory) for file in self._files)
