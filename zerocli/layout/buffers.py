@@ -286,19 +286,14 @@ class Turns:
 
 def cpu_copies(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     """Yield the buffers of host memory through which gradients and parameters of the device pass for the CPU."""
-    widths = [
-        min(CPU_GROUP * sizing.chunk, flat.held.numel) * sum(copied_widths(flat, sizing).values())
-        for flat in flats
-        if takes_turns(flat, sizing)
-    ]
-    if nbytes := max(widths, default=0):
-        yield from [Spec("buffers", CPU_COPIES, nbytes, 1, "dram")] * NUM_CPU_COPIES
-
-
-def copied_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
-    """Return the bytes per element of what is copied from the device for a CPU that takes turns, by kind."""
-    widths = {"gradients": sizing.grad_width(flat.width), "parameters": flat.width}
-    return {kind: width for kind, width in widths.items() if flat.tiers[kind] == HBM}
+    most = 0
+    for flat in flats:
+        if takes_turns(flat, sizing):
+            widths = {"gradients": sizing.grad_width(flat.width), "parameters": flat.width}
+            width = sum(width for kind, width in widths.items() if flat.tiers[kind] == HBM)
+            most = max(most, min(CPU_GROUP * sizing.chunk, flat.held.numel) * width)
+    if most:
+        yield from [Spec("buffers", CPU_COPIES, most, 1, "dram")] * NUM_CPU_COPIES
 
 
 def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:

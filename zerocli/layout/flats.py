@@ -19,11 +19,6 @@ REMAINDER = 2
 """Bytes per element of a split master's remainder."""
 
 
-def grad_width(width: int, accumulate: int, reduce: str) -> int:
-    """Return the bytes per gradient element: the compute dtype's, or fp32's if several gradients are accumulated."""
-    return width if accumulate == 1 and reduce == "compute" else FP32
-
-
 NEARLY = 64
 """Flats share gather buffers if the smaller one lacks at most this part of itself: one 64th."""
 
@@ -61,8 +56,8 @@ class Sizing:
     """Threads that update on the CPU; a plan, which may be of another machine, counts the scratch memory of one."""
 
     def grad_width(self, width: int) -> int:
-        """Return the bytes per gradient element."""
-        return grad_width(width, self.accumulate, self.reduce)
+        """Return the bytes per gradient element: the compute dtype's, or fp32's if several are accumulated."""
+        return width if self.accumulate == 1 and self.reduce == "compute" else FP32
 
     def wire_width(self, width: int) -> int:
         """Return the bytes per gradient element during reduction."""

@@ -251,9 +251,9 @@ def _complete(instance: torch.optim.Optimizer) -> None:
 
 def unsuitable(rule: FlatOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> str:
     """Return why a rule cannot update some of these parameters; empty if it can."""
-    if not isinstance(rule, WholeOptimizer):
+    if not isinstance(rule, WholeOptimizer) or rule.template.kind is not torch.optim.Muon:
         return ""
-    odd = [name for name, parameter in named if parameter.requires_grad and not rule.takes(parameter.shape)]
+    odd = [name for name, parameter in named if parameter.requires_grad and parameter.dim() != 2]
     if not odd:
         return ""
     return (

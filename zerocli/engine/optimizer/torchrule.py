@@ -296,10 +296,6 @@ class WholeOptimizer(WholeRule):
         self._like = examples
         self._kept: dict[str, State] = {}
 
-    def takes(self, shape: Sequence[int]) -> bool:
-        """Whether the rule can update a parameter of this shape."""
-        return self.template.kind is not torch.optim.Muon or len(shape) == 2
-
     def update_whole(self, row: Row) -> None:
         state = None if int(row.at.count.item()) == 1 else {**row.states, **self._kept.get(row.name, {})}
         assert row.grad is not None

@@ -132,15 +132,14 @@ def load_own(
     state: Mapping[str, Any],
     strict: bool,
     whole_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]],
-    current: Callable[[], Mapping[int, torch.Tensor]] | None,
+    current: Callable[[], Mapping[int, torch.Tensor]],
 ) -> Loaded:
     """Run the model's own load_state_dict on stand-ins.
 
-    `current` returns the whole parameters as they are, which a model that loads in its OWN manner may read or change;
-    without it such a model is loaded as a CONVERTED one. Raises StateMismatch for wrong shapes, and with `strict` for
-    names that are missing or unknown.
+    `current` returns the whole parameters as they are, which a model that loads in its OWN manner may read or change.
+    Raises StateMismatch for wrong shapes, and with `strict` for names that are missing or unknown.
     """
-    own = current is not None and manner_of(model) is Manner.OWN
+    own = manner_of(model) is Manner.OWN
     values: dict[int, torch.Tensor] = {}
     for name, tensor in named_tensors(model):
         if not _is_parameter(tensor):
@@ -149,7 +148,6 @@ def load_own(
             shape = whole_shape(name, tuple(tensor.shape))
             values[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     if own:
-        assert current is not None
         values |= current()
     slots = [
         (module, members, name, tensor)
