@@ -126,6 +126,11 @@ class Tier(ABC):
         """Return the path or device to name in errors, None if the tier's name is enough."""
         return None
 
+    def _full(self, needed: int, available: int, reason: str | None = None) -> TierFull:
+        """Return the error of an allocation for which there is no room."""
+        place, hint = self._where(), self._full_hint
+        return TierFull(tier=self.name, needed=needed, available=available, path=place, reason=reason, hint=hint)
+
     def _abort(self) -> None:  # noqa: B027 (optional)
         """Make transfers in flight end soon, with or without an error; called once, before `_close`."""
 
@@ -268,8 +273,7 @@ class Tier(ABC):
 
     def _reserve(self, nbytes: int, reserved: int) -> Any:
         if self.capacity is not None and self._used + reserved > self.capacity:
-            left = self.capacity - self._used
-            raise TierFull(tier=self.name, needed=reserved, available=left, path=self._where(), hint=self._full_hint)
+            raise self._full(reserved, self.capacity - self._used)
         return self._allocate(nbytes)
 
     def _reclaim(self, wait: bool = False) -> None:

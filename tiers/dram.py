@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiers.base import PAGE_NBYTES, Tier, round_up
 from tiers.copies import Copier
-from tiers.errors import TierError, TierFull, format_nbytes
+from tiers.errors import TierError, format_nbytes
 from tiers.extents import Extents
 from tiers.limits import HostLimits, read_limits
 from tiers.pages import Pages, Registrar
@@ -145,17 +145,10 @@ class DramTier(Tier):
             self._unmap_empty()
         room = budget - self.footprint
         if room < nbytes:
-            reason = f"{format_nbytes(self.footprint)} mapped, in pieces too small"
-            raise TierFull(tier=self.name, needed=nbytes, available=room, reason=reason, hint=self._full_hint)
+            raise self._full(nbytes, room, f"{format_nbytes(self.footprint)} mapped, in pieces too small")
         limits = self._fixed_limits or read_limits()
         if limits.available < nbytes:
-            raise TierFull(
-                tier=self.name,
-                needed=nbytes,
-                available=limits.available,
-                reason=limits.describe(),
-                hint=self._full_hint,
-            )
+            raise self._full(nbytes, limits.available, limits.describe())
         size = min(self._arena_size(nbytes), room, max(nbytes, limits.available))
         arena = _Arena(size, shared=size > nbytes)
         if self._pin:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiers.base import Tier
 from tiers.copies import Copier
-from tiers.errors import TierFull, format_nbytes
+from tiers.errors import format_nbytes
 from tiers.limits import read_limits
 from tiers.transfer import Transfer
 
@@ -40,14 +40,7 @@ class HbmTier(Tier):
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError:
-            raise TierFull(
-                tier=self.name,
-                needed=nbytes,
-                available=_free(self.device),
-                path=self._where(),
-                reason="out of memory",
-                hint=self._full_hint,
-            ) from None
+            raise self._full(nbytes, _free(self.device), "out of memory") from None
 
     def _free(self, handle: Tensor) -> None:
         pass  # the block held the last reference

@@ -121,10 +121,9 @@ class NvmeTier(Tier):
         return "; ".join([f"{format_nbytes(self._room())} free in {self._where()} ({mode})", *self.notes])
 
     def _allocate(self, nbytes: int) -> Record:
-        needed = round_up(nbytes, PAGE_NBYTES)
-        room = self._room()
+        needed, room = round_up(nbytes, PAGE_NBYTES), self._room()
         if needed > room:
-            raise TierFull(tier=self.name, needed=needed, available=room, path=self._where(), hint=self._full_hint)
+            raise self._full(needed, room)
         self._grow_for(nbytes)
         record = Record([])
         try:
