@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -254,13 +255,13 @@ class NvmeTier(Tier):
     async def _write_in_place(self, piece: Piece) -> None:
         unit, memory = piece.unit, memory_of(piece.data)
         body = piece.body_nbytes
-        async with _Turn(self, unit.file.writers) as worker:
+        async with self._turn(unit.file.writers) as worker:
             if self._verify:
                 unit.checksum = await worker.call(zlib.crc32, memory)
             if body:
                 await worker.write(unit.start + piece.start, memory[:body])
         if body < len(memory):
-            async with self._tails.buffer(PAGE_NBYTES) as page, _Turn(self, unit.file.writers) as worker:
+            async with self._tails.buffer(PAGE_NBYTES) as page, self._turn(unit.file.writers) as worker:
                 page.bytes[: len(memory) - body].copy_(piece.data[body:])
                 await worker.write(unit.start + piece.start + body, page.memory)
 
@@ -268,10 +269,10 @@ class NvmeTier(Tier):
         unit, memory = piece.unit, memory_of(piece.data)
         body = piece.body_nbytes
         if body < len(memory):
-            async with self._tails.buffer(PAGE_NBYTES) as page, _Turn(self, unit.file.readers) as worker:
+            async with self._tails.buffer(PAGE_NBYTES) as page, self._turn(unit.file.readers) as worker:
                 await worker.read(unit.start + piece.start + body, page.memory)
                 piece.data[body:].copy_(page.bytes[: len(memory) - body])
-        async with _Turn(self, unit.file.readers) as worker:
+        async with self._turn(unit.file.readers) as worker:
             if body:
                 await worker.read(unit.start + piece.start, memory[:body])
             if self._verify:
@@ -284,7 +285,7 @@ class NvmeTier(Tier):
         last = round_up(unit.nbytes if self._verify else piece.end, PAGE_NBYTES)
         async with (
             self._staging.buffer(last - first, piece.data.is_cuda) as pages,
-            _Turn(self, queue) as worker,
+            self._turn(queue) as worker,
         ):
             window = pages.bytes[: last - first]
             part = window[piece.start - first : piece.end - first]
@@ -299,6 +300,17 @@ class NvmeTier(Tier):
                 if self._verify:
                     await self._compare(worker, unit, memory_of(window[: unit.nbytes]))
                 await worker.call(self._copy, part, piece.data, position)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, queue: asyncio.Queue[FileWorker]) -> AsyncIterator[FileWorker]:
+        """Lend a worker; buffers are always taken before a worker, so that there is no deadlock."""
+        worker = await queue.get()
+        try:
+            if self._aborted:
+                raise TierError("nvme was closed with this transfer in flight", tier=self.name)
+            yield worker
+        finally:
+            queue.put_nowait(worker)
 
     async def _compare(self, worker: FileWorker, unit: Unit, memory: memoryview) -> None:
         if unit.checksum is not None and await worker.call(zlib.crc32, memory) != unit.checksum:
@@ -337,24 +349,6 @@ def _close_at_exit() -> None:
 # Open tiers are closed before the interpreter exits, so that their loop threads are not inside torch at that time.
 # This private hook runs while executors still work; the public `atexit` runs after they have shut down.
 getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
-
-
-class _Turn:
-    """Holds a worker during a `with` block; buffers are always taken before a worker, so that there is no deadlock."""
-
-    def __init__(self, tier: NvmeTier, queue: asyncio.Queue[FileWorker]) -> None:
-        self._tier = tier
-        self._queue = queue
-
-    async def __aenter__(self) -> FileWorker:
-        self._worker = await self._queue.get()
-        if self._tier._aborted:
-            self._queue.put_nowait(self._worker)
-            raise TierError("nvme was closed with this transfer in flight", tier=self._tier.name)
-        return self._worker
-
-    async def __aexit__(self, *_: object) -> None:
-        self._queue.put_nowait(self._worker)
 
 
 async def _over(transfer: Transfer) -> None:

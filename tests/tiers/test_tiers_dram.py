@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+from unittest import mock
 
 import pytest
 import torch
@@ -35,16 +37,16 @@ class PretendRegistrar(Registrar):
         del self.held[address]
 
 
-def machine(tmp_path, meminfo="MemAvailable: 104857600 kB\n", cgroup="0::/\n", memlock="unlimited", **files):
+def machine(tmp_path, meminfo="MemAvailable: 104857600 kB\n", cgroup="0::/\n", memlock=resource.RLIM_INFINITY, **files):
     """Lay out the files of a machine below `tmp_path` and return what is read from them."""
     files = {name.replace("__", "/"): text for name, text in files.items()}
-    limits = f"Limit  Soft Limit  Hard Limit  Units\nMax locked memory         {memlock}   unlimited   bytes\n"
-    files |= {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup, "proc/self/limits": limits}
+    files |= {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup}
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return read_limits(tmp_path)
+    with mock.patch("resource.getrlimit", return_value=(memlock, resource.RLIM_INFINITY)):
+        return read_limits(tmp_path)
 
 
 def test_without_cgroup_limits_the_system_decides(tmp_path):
@@ -59,7 +61,7 @@ def test_a_v2_limit_less_usage_decides_and_idle_cache_is_not_usage(tmp_path):
     (group / "memory.max").write_text(f"{20 * GIB}\n")
     (group / "memory.current").write_text(f"{8 * GIB}\n")
     (group / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GIB}\n")
-    limits = machine(tmp_path, cgroup="0::/job/step\n", memlock="8388608")
+    limits = machine(tmp_path, cgroup="0::/job/step\n", memlock=8388608)
     assert limits == HostLimits(14 * GIB, 20 * GIB, 8 * MIB)
     assert limits.describe() == "14 GiB free (cgroup limit 20 GiB), memlock 8 MiB"
 

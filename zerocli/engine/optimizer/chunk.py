@@ -12,9 +12,8 @@ from offload.record import UNIT
 from tiers.transfer import Transfer
 from zerocli.engine.guards.holders import mark_own
 from zerocli.engine.optimizer.counts import Part
-from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues
-from zerocli.engine.optimizer.piece import PieceUpdate, empty_beside
+from zerocli.engine.optimizer.piece import PieceUpdate, empty_beside, fused_update
 from zerocli.engine.streams import StreamEvent, Waits
 from zerocli.engine.units.master import REMAINDER, narrow
 from zerocli.engine.units.unit import MASTER, Flat

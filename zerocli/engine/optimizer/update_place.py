@@ -21,9 +21,8 @@ from zerocli.engine.optimizer.compiled_update import (
     open_compiled,
     trials,
 )
-from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import FlatOptimizer, FusedAdam, Group, StepValues
-from zerocli.engine.optimizer.piece import PieceUpdate
+from zerocli.engine.optimizer.piece import PieceUpdate, fused_update
 from zerocli.engine.settings import Settings
 from zerocli.engine.units.master import REMAINDER, narrow
 from zerocli.engine.units.master import split as master_parts

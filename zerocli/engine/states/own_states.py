@@ -59,12 +59,12 @@ def _standing_in(model: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
     made: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
-        for members in _members(module):
+        for members in (module._parameters, module._buffers):
             for name, own in members.items():
                 if own is not None and id(own) in values:
                     if id(own) not in made:
-                        value = values[id(own)]
-                        made[id(own)] = nn.Parameter(value, own.requires_grad) if _is_parameter(own) else value
+                        value, real = values[id(own)], isinstance(own, nn.Parameter)
+                        made[id(own)] = nn.Parameter(value, own.requires_grad) if real else value
                     before.append((members, name, own))
     try:
         for members, name, own in before:
@@ -73,14 +73,6 @@ def _standing_in(model: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
     finally:
         for members, name, own in before:
             members[name] = own
-
-
-def _members(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -142,7 +134,7 @@ def load_own(
     own = manner_of(model) is Manner.OWN
     values: dict[int, torch.Tensor] = {}
     for name, tensor in named_tensors(model):
-        if not _is_parameter(tensor):
+        if not isinstance(tensor, nn.Parameter):
             values[id(tensor)] = tensor.detach().clone()  # torch's BatchNorm puts its own into an older state
         elif not own and id(tensor) not in values:
             shape = whole_shape(name, tuple(tensor.shape))
@@ -152,7 +144,7 @@ def load_own(
     slots = [
         (module, members, name, tensor)
         for module in model.modules()
-        for members in _members(module)
+        for members in (module._parameters, module._buffers)
         for name, tensor in members.items()
         if tensor is not None and id(tensor) in values
     ]
@@ -165,7 +157,7 @@ def load_own(
     for module, name, tensor, new in after:
         if new is None or (not own and new is made[id(tensor)]):
             continue
-        if not _is_parameter(tensor) and own and new is not made[id(tensor)]:
+        if not isinstance(tensor, nn.Parameter) and own and new is not made[id(tensor)]:
             replaced.append((module, name, new.detach()))
         elif (first := found.get(id(tensor))) is not None and not (
             first.shape == new.shape and torch.equal(first, new)

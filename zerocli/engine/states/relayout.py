@@ -28,12 +28,6 @@ def unfrozen(units: list[Unit]) -> list[Unit]:
         ]
 
 
-def _unfrozen_names(units: list[Unit]) -> list[str]:
-    """Return the names of parameters that were frozen when they were laid out and now need a gradient."""
-    flats = [flat for unit in units for flat in unit.flats if not flat.trainable]
-    return [e.name for f in flats for e, p in zip(f.layout.entries, f.parameters, strict=True) if p.requires_grad]
-
-
 @torch.no_grad()
 def refit(engine: Engine, changed: list[Unit]) -> None:
     """Lay out the `changed` units again; values and states stay, states of unfrozen parameters start at zero.
@@ -45,7 +39,8 @@ def refit(engine: Engine, changed: list[Unit]) -> None:
         raise Refused(
             "a parameter was unfrozen between two backward passes of one step: switch requires_grad after step()"
         )
-    names = _unfrozen_names(changed)
+    frozen = [flat for unit in changed for flat in unit.flats if not flat.trainable]
+    names = [e.name for f in frozen for e, p in zip(f.layout.entries, f.parameters, strict=True) if p.requires_grad]
     engine.agreement.meet(
         "forward with unfrozen parameters",
         lambda: names,
