@@ -92,7 +92,8 @@ class Mover:
         """Return an empty copy for the store, evicting copies that are used later; None if there is no room."""
         needed = round_up(store.nbytes, self.cache.alignment)
         while needed + sum(copy.block.reserved for copy in self._copies.values()) > self.budget:
-            victim = max(self._idle(), key=self._place, default=None)
+            idle = (each for each, copy in self._copies.items() if copy.arriving is None or copy.arriving.done)
+            victim = max(idle, key=self._place, default=None)
             if victim is None or self._place(victim) <= self._place(store):
                 return None
             self._evict(victim)
@@ -121,9 +122,6 @@ class Mover:
         self._next_use.pop(store, None)
         if self.copy_of(store) is not None:
             self._evict(store)
-
-    def _idle(self) -> list[StagedStore]:
-        return [store for store, copy in self._copies.items() if copy.arriving is None or copy.arriving.done]
 
     def _place(self, store: StagedStore) -> int:
         return self._next_use.get(store, NEVER)

@@ -50,9 +50,9 @@ class Saved:
         if slot.near:
             slot.view(source.nbytes).copy_(as_bytes(source))
         else:
-            self._source, self._what = source, what
-            self._sums = verifier.sums(slot.block, slot.offset, source.nbytes)
-            self._sums.wrote(0, source, what)
+            self._source, self.what = source, what
+            self.sums = verifier.sums(slot.block, slot.offset, source.nbytes)
+            self.sums.wrote(0, source, what)
             self._write = slot.tier.write(slot.block, source, slot.offset)
 
     @property
@@ -64,12 +64,6 @@ class Saved:
         if self.slot.near:
             return self.slot.view(self.nbytes).view(self.dtype)
         return self._source
-
-    def fetch(self, target: torch.Tensor) -> Transfer:
-        """Start filling `target`, after the caller's current stream."""
-        transfer = self.slot.tier.read(self.slot.block, target, self.slot.offset)
-        transfer.what = self._what
-        return self._sums.fetched(transfer, 0, target, self._what)
 
     def finish_write(self) -> None:
         """Drop the device's copy after the write; raise if the write failed."""
@@ -119,9 +113,11 @@ class Stack:
         return saved
 
     def fetch(self, saved: Saved, target: torch.Tensor) -> Transfer:
-        """Start reading an array back."""
+        """Start reading an array back into `target`, after the caller's current stream."""
         self._traffic["activations read"] += target.nbytes
-        return saved.fetch(target)
+        transfer = saved.slot.tier.read(saved.slot.block, target, saved.slot.offset)
+        transfer.what = saved.what
+        return saved.sums.fetched(transfer, 0, target, saved.what)
 
     def close(self) -> None:
         """Free the arenas; arrays that are still in them may not be read any more."""

@@ -176,7 +176,7 @@ def bucket_limit(flats: Sequence[FlatSpec], sizing: Sizing) -> int:
 
     Two, used alternately; with offloaded gradients, enough for one unit to be in flight while the next one fills.
     """
-    if not _leaves(flats):
+    if all(flat.tiers["gradients"] == HBM for flat in flats):
         return 2
     smallest = min(bucket_numel(flats, sizing, wire) for wire in _wires(flats, sizing))
     return min(MAX_BUCKETS, -(-max(flat.total for flat in flats) // smallest) + 1)
@@ -215,10 +215,6 @@ def num_buckets(flats: Sequence[FlatSpec], sizing: Sizing, numel: int) -> int:
 
 def _wires(flats: Sequence[FlatSpec], sizing: Sizing) -> list[int]:
     return list(dict.fromkeys(sizing.wire_width(flat.width) for flat in flats))
-
-
-def _leaves(flats: Sequence[FlatSpec]) -> bool:
-    return any(flat.tiers["gradients"] != HBM for flat in flats)
 
 
 # -- the update --------------------------------------------------------------------------------------------------------
@@ -371,15 +367,13 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     That is one array for narrower gradients, and two for a split master that is joined and split again. A fused update
     needs none.
     """
+    flats = [flat for flat in flats if not fuses(flat, sizing)]
     for narrower, arrays in (
         ([flat for flat in flats if sizing.grad_width(flat.width) < FP32], 1),
         ([flat for flat in flats if flat.width < FP32 and sizing.split_master], 2),
     ):
         for device in dict.fromkeys(update_device(flat, sizing) for flat in narrower):
             alike = [flat for flat in narrower if update_device(flat, sizing) == device]
-            alike = [flat for flat in alike if not fuses(flat, sizing)]
-            if not alike:
-                continue
             numel = max(sizing.update_chunk(flat.width, device) for flat in alike)
             if device != "cpu":  # a GPU converts a fetched chunk in one piece
                 fetched = [flat for flat in alike if flat.offloaded]

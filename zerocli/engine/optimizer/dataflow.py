@@ -145,7 +145,8 @@ class Dataflow(TorchDispatchMode):
         if name.startswith("_foreach_") or name.startswith("_fused_"):
             self._mark_lists(args, kwargs, out, name)
         else:
-            changed = [a for a, s in zip(args, func._schema.arguments, strict=False) if _written(s)]
+            about = [argument.alias_info for argument in func._schema.arguments]
+            changed = [a for a, alias in zip(args, about, strict=False) if alias is not None and alias.is_write]
             for tensor in (*results, *tensors_in(changed)):
                 self._mark(tensor, owners, name)
         return out
@@ -170,10 +171,6 @@ class Dataflow(TorchDispatchMode):
             for tensor in row:
                 if tensor.numel() > 1 or owners:
                     self._mark(tensor, owners, name)
-
-
-def _written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _keeps_places(func: Any, name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> bool:

@@ -199,10 +199,11 @@ class PersistentOptimizer(WholeRule):
             held = [k for k, v in rows.items() if v is ELSEWHERE]
             title = self._names.get(id(key), "") or f"other {key}"
             states[title] = (held, {k: v for k, v in rows.items() if v is not ELSEWHERE})
-        return {KEPT: self.packed(states, [self._options(group) for group in self.object.param_groups], self._own())}
-
-    def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in group.items() if k not in ("params", "param_names") and _loadable(v)}
+        groups = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names") and _loadable(v)}
+            for group in self.object.param_groups
+        ]
+        return {KEPT: self.packed(states, groups, self._own())}
 
     def _own(self) -> dict[str, Any]:
         """Return the object's attributes that steps, or the user, have changed since it was taken over."""
