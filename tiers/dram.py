@@ -79,23 +79,19 @@ class DramTier(Tier):
 
     @property
     def pinned_nbytes(self) -> int:
-        """Return the bytes that are pinned now."""
         with self._lock:
             return sum(arena.pages.nbytes for arena in self._arenas if arena.pages.pinned)
 
     @property
     def footprint(self) -> int:
-        """Return the bytes of all arenas."""
         with self._lock:
             return sum(arena.pages.nbytes for arena in self._arenas)
 
     def host_memory(self) -> list[Tensor]:
-        """Return the memory of all arenas."""
         with self._lock:
             return [arena.pages.bytes for arena in self._arenas]
 
     def trim(self) -> None:
-        """Unmap arenas that hold nothing."""
         with self._lock:
             self._reclaim()
             self._unmap_empty()

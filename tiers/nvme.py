@@ -99,7 +99,6 @@ class NvmeTier(Tier):
 
     @property
     def footprint(self) -> int:
-        """Return the bytes of the swap files on disk."""
         return sum(file.extents.size for file in self._files)
 
     @property
@@ -108,7 +107,6 @@ class NvmeTier(Tier):
         return sum(512 * os.fstat(file.fd).st_blocks for file in self._files)
 
     def host_memory(self) -> list[Tensor]:
-        """Return the memory of the staging buffers made so far."""
         return [pages.bytes for staging in (self._staging, self._tails) for pages in staging.made]
 
     @property

@@ -65,15 +65,13 @@ class Staging:
     def _take(self, nbytes: int) -> Pages:
         """Return the free buffer that was used least of those used as far as `nbytes`; else the one used most."""
         fitting = [pages for pages in self._free if self._used[pages] >= nbytes]
-        if fitting:
-            pages = min(fitting, key=self._used.__getitem__)
-        elif self._free:
-            pages = max(self._free, key=self._used.__getitem__)
+        used = self._used.__getitem__
+        pages = min(fitting, key=used) if fitting else max(self._free, key=used, default=None)
+        if pages is not None:
+            self._free.remove(pages)
         else:
             pages = Pages(self._nbytes)
             self.made.append(pages)
-        if pages in self._free:
-            self._free.remove(pages)
         self._used[pages] = max(nbytes, self._used.get(pages, 0))
         return pages
 

@@ -48,7 +48,6 @@ class Counts:
         return new
 
     def class_of(self, name: str) -> int:
-        """Return the parameter's class."""
         return self._class_of[name]
 
     def by_name(self) -> dict[str, int]:

@@ -59,18 +59,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._members = [id(p) for group in self.param_groups for p in group["params"]]
         self.state = HeldStates(dict)
         if isinstance(self._rule, PersistentOptimizer):
-            self._show_groups_of(self._rule.adopt(parameters, arranged.group_of, engine.device))
+            made = self._rule.adopt(parameters, arranged.group_of, engine.device)
+            for own, group in zip(made.param_groups, self.param_groups, strict=True):
+                for key, value in group.items():
+                    if key != "params":
+                        own.setdefault(key, value)
+            self.param_groups = made.param_groups  # of the object that makes the steps: changes to them reach it
         elif self._instance is not None:
             self._instance.state = HeldStates(dict)
         self._rule.look(self.param_groups)
-
-    def _show_groups_of(self, made: torch.optim.Optimizer) -> None:
-        """Show the groups of the optimizer object that makes the steps, so that changes to them reach it."""
-        for own, group in zip(made.param_groups, self.param_groups, strict=True):
-            for key, value in group.items():
-                if key != "params":
-                    own.setdefault(key, value)
-        self.param_groups = made.param_groups
 
     def _replace_methods(self, instance: torch.optim.Optimizer) -> None:
         """Forward the methods of the user's instance to this one: its parameters no longer hold gradients."""
@@ -151,7 +148,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- torch's interface -----------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do `engine.step()`."""
         if closure is not None:
             raise ValueError("step() takes no closure: call engine.backward(loss) before it")
         return self._engine.step()
@@ -159,7 +155,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it, and run hooks that the engine runs itself
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do `engine.zero_grad(set_to_none)`."""
         self._engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -173,7 +168,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do `engine.load_optimizer_state_dict(state_dict)`."""
         self._engine.load_optimizer_state_dict(state_dict)
 
     def _refuse_state_hook(self, *args: Any, **kwargs: Any) -> Any:
