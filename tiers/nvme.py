@@ -215,65 +215,52 @@ class NvmeTier(Tier):
             await _over(earlier)
         if position is not None and not data.is_cuda:
             await _reached(position)
-        move = self._write_piece if writes else self._read_piece
         pieces = cut(record, data, offset, self._unit_nbytes)
         # Wait for all of them, even after a failure: the caller's memory must not be touched after this returns.
-        results = await asyncio.gather(*(move(record, piece, position) for piece in pieces), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._move_piece(record, piece, position, writes) for piece in pieces), return_exceptions=True
+        )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _write_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None) -> None:
-        file = piece.unit.file
+    async def _move_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None, writes: bool) -> None:
+        directory = piece.unit.file.directory
+        if not writes and piece.index in record.broken:
+            why = record.broken[piece.index]
+            fact = f"{format_nbytes(piece.nbytes)} in {directory} cannot be read: their last write failed ({why})"
+            raise TierError(fact, tier=self.name, path=str(directory))
         try:
-            if piece.in_place and (piece.whole or not self._verify):
-                await self._write_in_place(piece)
+            if not piece.in_place or (self._verify and not piece.whole):
+                await self._move_staged(piece, position, writes)
             else:
-                await self._move_staged(piece, position, writes=True)
+                await self._move_in_place(piece, writes)
         except OSError as error:
-            record.broken[piece.index] = str(error.strerror or error)
-            raise disk_error(error, file.directory, "write", piece.nbytes) from error
-        if piece.whole:
+            if writes:
+                record.broken[piece.index] = str(error.strerror or error)
+            raise disk_error(error, directory, "write" if writes else "read", piece.nbytes) from error
+        if writes and piece.whole:
             record.broken.pop(piece.index, None)
 
-    async def _read_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None) -> None:
-        file = piece.unit.file
-        if piece.index in record.broken:
-            why = record.broken[piece.index]
-            fact = f"{format_nbytes(piece.nbytes)} in {file.directory} cannot be read: their last write failed ({why})"
-            raise TierError(fact, tier=self.name, path=str(file.directory))
-        try:
-            if piece.in_place and (piece.whole or not self._verify):
-                await self._read_in_place(piece)
-            else:
-                await self._move_staged(piece, position, writes=False)
-        except OSError as error:
-            raise disk_error(error, file.directory, "read", piece.nbytes) from error
-
-    async def _write_in_place(self, piece: Piece) -> None:
-        unit, memory = piece.unit, memory_of(piece.data)
-        body = piece.body_nbytes
-        async with self._turn(unit.file.writers) as worker:
-            if self._verify:
+    async def _move_in_place(self, piece: Piece, writes: bool) -> None:
+        """Move whole pages from or to the caller's memory, and what is left of the last one through a page."""
+        unit, memory, body = piece.unit, memory_of(piece.data), piece.body_nbytes
+        queue, start = unit.file.writers if writes else unit.file.readers, unit.start + piece.start
+        if body < len(memory):
+            async with self._tails.buffer(PAGE_NBYTES) as page, self._turn(queue) as worker:
+                tail = page.bytes[: len(memory) - body]
+                if writes:
+                    tail.copy_(piece.data[body:])
+                    await worker.write(start + body, page.memory)
+                else:
+                    await worker.read(start + body, page.memory)
+                    piece.data[body:].copy_(tail)
+        async with self._turn(queue) as worker:
+            if self._verify and writes:
                 unit.checksum = await worker.call(zlib.crc32, memory)
             if body:
-                await worker.write(unit.start + piece.start, memory[:body])
-        if body < len(memory):
-            async with self._tails.buffer(PAGE_NBYTES) as page, self._turn(unit.file.writers) as worker:
-                page.bytes[: len(memory) - body].copy_(piece.data[body:])
-                await worker.write(unit.start + piece.start + body, page.memory)
-
-    async def _read_in_place(self, piece: Piece) -> None:
-        unit, memory = piece.unit, memory_of(piece.data)
-        body = piece.body_nbytes
-        if body < len(memory):
-            async with self._tails.buffer(PAGE_NBYTES) as page, self._turn(unit.file.readers) as worker:
-                await worker.read(unit.start + piece.start + body, page.memory)
-                piece.data[body:].copy_(page.bytes[: len(memory) - body])
-        async with self._turn(unit.file.readers) as worker:
-            if body:
-                await worker.read(unit.start + piece.start, memory[:body])
-            if self._verify:
+                await (worker.write if writes else worker.read)(start, memory[:body])
+            if self._verify and not writes:
                 await self._compare(worker, unit, memory)
 
     async def _move_staged(self, piece: Piece, position: torch.cuda.Event | None, writes: bool) -> None:
