@@ -27,7 +27,6 @@ from zerocli.layout.flats import Sizing
 
 POLL_SECONDS = 0.0005
 """How long the host waits for the CPU's part before it looks for other work."""
-Rows = list[list[float]]
 
 
 class Copies:
@@ -213,7 +212,7 @@ class CpuPart:
                     room.copy_(there[name][place], non_blocking=True)
             copies.arrived = SleepEvent(self._device)
 
-    def _fill(self, group: Group, rows: Rows, factor: float) -> None:
+    def _fill(self, group: Group, rows: list[list[float]], factor: float) -> None:
         """Give the calls their values, once all that they touch has arrived."""
         flat = group.flat
         if group.copies is not None and group.copies.arrived is not None:

@@ -185,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def saved_groups(self) -> list[dict[str, Any]]:
         """Return the groups' plain hyperparameters, without parameters."""
         return [
-            {key: value for key, value in ((key, _plain(value)) for key, value in group.items()) if _is_plain(value)}
+            {key: plain for key, value in group.items() if _is_plain(plain := _plain(value))}
             for group in self.param_groups
         ]
 

@@ -58,6 +58,7 @@ def _standing_in(model: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
     """Put plain tensors in place of the parameters and buffers with these ids while the body runs; yield them."""
     made: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    members: dict[str, Any]
     for module in model.modules():
         for members in (module._parameters, module._buffers):
             for name, own in members.items():
