@@ -16,7 +16,7 @@ from tiers.base import PAGE_NBYTES, Tier, round_up
 from tiers.copies import Copier
 from tiers.errors import TierError, format_nbytes
 from tiers.extents import Extents
-from tiers.limits import HostLimits, read_limits
+from tiers.limits import read_limits
 from tiers.pages import Pages, Registrar
 from tiers.transfer import Transfer
 
@@ -56,11 +56,9 @@ class DramTier(Tier):
         *,
         pin: bool | Literal["auto"] = "auto",
         arena_nbytes: int = ARENA_NBYTES,
-        limits: HostLimits | None = None,
         registrar: Registrar | None = None,
     ) -> None:
-        self._fixed_limits = limits
-        self.limits = limits or read_limits()
+        self.limits = read_limits()
         """What the machine allowed when the tier was opened."""
         super().__init__(self.limits.available if capacity is None else capacity)
         self._must_pin = pin is True
@@ -142,7 +140,7 @@ class DramTier(Tier):
         room = budget - self.footprint
         if room < nbytes:
             raise self._full(nbytes, room, f"{format_nbytes(self.footprint)} mapped, in pieces too small")
-        limits = self._fixed_limits or read_limits()
+        limits = read_limits()
         if limits.available < nbytes:
             raise self._full(nbytes, limits.available, limits.describe())
         size = min(self._arena_size(nbytes), room, max(nbytes, limits.available))

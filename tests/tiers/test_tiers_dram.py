@@ -104,8 +104,9 @@ def test_this_machine_can_be_read():
     assert "free" in limits.describe()
 
 
-def test_capacity_is_what_the_machine_has_left():
-    with DramTier(limits=HostLimits(3 * MIB, 4 * MIB, None)) as tier:
+def test_capacity_is_what_the_machine_has_left(monkeypatch):
+    monkeypatch.setattr("tiers.dram.read_limits", lambda: HostLimits(3 * MIB, 4 * MIB, None))
+    with DramTier() as tier:
         assert tier.capacity == 3 * MIB
         tier.free(tier.allocate(3 * MIB))
         with pytest.raises(TierFull) as full:
@@ -113,8 +114,9 @@ def test_capacity_is_what_the_machine_has_left():
         assert full.value.available == 3 * MIB
 
 
-def test_a_budget_beyond_the_machine_is_full_where_the_machine_is():
-    with DramTier(100 * MIB, limits=HostLimits(3 * MIB, 4 * MIB, None)) as tier:
+def test_a_budget_beyond_the_machine_is_full_where_the_machine_is(monkeypatch):
+    monkeypatch.setattr("tiers.dram.read_limits", lambda: HostLimits(3 * MIB, 4 * MIB, None))
+    with DramTier(100 * MIB) as tier:
         with pytest.raises(TierFull, match="8 MiB needed, 3 MiB free .*cgroup limit 4 MiB") as full:
             tier.allocate(8 * MIB)
         assert (full.value.needed, full.value.available) == (8 * MIB, 3 * MIB)
@@ -152,10 +154,10 @@ def test_empty_arenas_make_way_for_a_larger_block():
     assert registrar.held == {}
 
 
-def test_refused_pinning_names_the_limit_and_the_bytes():
+def test_refused_pinning_names_the_limit_and_the_bytes(monkeypatch):
     registrar = PretendRegistrar(limit=2 * MIB)
-    limits = HostLimits(GIB, None, 2 * MIB)
-    with DramTier(64 * MIB, pin=True, arena_nbytes=MIB, registrar=registrar, limits=limits) as tier:
+    monkeypatch.setattr("tiers.dram.read_limits", lambda: HostLimits(GIB, None, 2 * MIB))
+    with DramTier(64 * MIB, pin=True, arena_nbytes=MIB, registrar=registrar) as tier:
         tier.allocate(2 * MIB)
         with pytest.raises(TierError, match=r"pinning 5 MiB .*refused .*memlock limit 2 MiB") as error:
             tier.allocate(3 * MIB)

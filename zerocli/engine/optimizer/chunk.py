@@ -67,7 +67,7 @@ class ChunkUpdate:
     def __init__(
         self, rule: FlatOptimizer, device: torch.device, sizing: Sizing, pieces: PieceUpdate, waits: Waits
     ) -> None:
-        self._device, self._pieces, self._waits = device, pieces, waits
+        self._device, self._sizing, self._pieces, self._waits = device, sizing, pieces, waits
         self.on_cpu = sizing.update_on_cpu
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the update's stream: a checkpoint may still be reading them."""
@@ -170,9 +170,10 @@ class ChunkUpdate:
             cached = place.type == "cpu" or not flat.offloaded
             if self._pieces.is_compiled(grad, target, values):  # no scratch memory, unless to copy from another device
                 cached = any(each.device != place for each in (target, arrays.get(MASTER)) if each is not None)
+            numel = self._sizing.update_chunk(flat.spec.width, place.type) if cached else span.numel
             for part, group, history in chunk.parts:
                 at = values.at(history)
-                for piece in part.pieces(self._pieces.numel_at_once(flat.dtype, place) if cached else span.numel):
+                for piece in part.pieces(numel):
                     where = slice(piece.start, piece.stop)
                     self._pieces.update(where, arrays, grad, target, values, values.groups[group], at)
         self._send_back(chunk, slot)

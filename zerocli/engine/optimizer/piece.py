@@ -59,10 +59,6 @@ class PieceUpdate:
         for buffer in self._scratch.values():
             yield "buffers", "update scratch", buffer
 
-    def numel_at_once(self, dtype: torch.dtype, place: torch.device) -> int:
-        """Return the elements of parameters that are updated at a time in memory of this device."""
-        return self._sizing.update_chunk(dtype.itemsize, place.type)
-
     def update(
         self,
         part: slice,
@@ -117,7 +113,7 @@ class PieceUpdate:
         """Return `numel` elements of fp32 scratch memory, in which narrower parameters are updated."""
         scratch = self._scratch.get((use, device.type))
         if scratch is None or scratch.numel() < numel:
-            least = self.numel_at_once(torch.bfloat16, device)
+            least = self._sizing.update_chunk(torch.bfloat16.itemsize, device.type)
             scratch = empty_beside(self._device, max(numel, least), torch.float32, device)
             self._scratch[use, device.type] = scratch
         return scratch[:numel]

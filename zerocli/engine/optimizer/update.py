@@ -320,7 +320,7 @@ class Updater:
             for span, at in counted
         ]
         together = self.chunks.fuses(flat) and not flat.offloaded  # one launch for the whole flat
-        size = self._sizing.chunk if flat.offloaded else self.pieces.numel_at_once(flat.dtype, self._device)
+        size = self._sizing.chunk if flat.offloaded else self._sizing.update_chunk(flat.spec.width, self._device.type)
         spans = flat.spec.chunks(max(1, flat.held.numel) if together else size)
         chunks = [(span, within(parts, span.shifted(flat.held.start))) for span in spans]
         chunks = [chunk for chunk in chunks if chunk[1]] or [(Span(0, 0), ())]
