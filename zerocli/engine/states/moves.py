@@ -115,7 +115,6 @@ def _settle(engine: Engine, flats: list[Flat]) -> None:
     specs = in_rooms([dataclasses.replace(flat.spec, room=0) for flat in flats], engine.sizing)
     for flat, spec in zip(flats, specs, strict=True):
         flat.spec = spec
-    engine.mover.reset()
 
 
 def _move_parameters(engine: Engine, flat: Flat, tier: str) -> None:
