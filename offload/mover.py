@@ -35,20 +35,20 @@ class Copy:
 
 
 class Mover:
-    """A cache of stores in host memory, of at most `budget` bytes; `open_cache` returns the tier for it."""
+    """A cache of stores in host memory, of at most `budget` bytes.
+
+    `open_cache` returns the tier for it: the same one until that is closed, as it may be while no copy is there.
+    """
 
     def __init__(self, budget: int, open_cache: Callable[[int], Tier]) -> None:
         self.budget = budget
         self._open_cache = open_cache
-        self._cache: Tier | None = None
         self._next_use: dict[StagedStore, int] = {}
         self._copies: dict[StagedStore, Copy] = {}
 
     @property
     def cache(self) -> Tier:
-        if self._cache is None:
-            self._cache = self._open_cache(self.budget)
-        return self._cache
+        return self._open_cache(self.budget)
 
     def expect(self, uses: Iterable[tuple[StagedStore, bool]]) -> None:
         """Set the order of the next uses, and start prefetching the stores that may be read now, the soonest first.
@@ -92,7 +92,8 @@ class Mover:
         """Return an empty copy for the store, evicting copies that are used later; None if there is no room."""
         needed = round_up(store.nbytes, self.cache.alignment)
         while needed + sum(copy.block.reserved for copy in self._copies.values()) > self.budget:
-            victim = max(self._idle(), key=self._place, default=None)
+            idle = (each for each, copy in self._copies.items() if copy.arriving is None or copy.arriving.done)
+            victim = max(idle, key=self._place, default=None)
             if victim is None or self._place(victim) <= self._place(store):
                 return None
             self._evict(victim)
@@ -111,26 +112,18 @@ class Mover:
             self.copy_of(store)
         self._copies.clear()
 
-    def reset(self) -> None:
-        """Forget the cache if it is empty; the next copy opens another."""
-        if not self._copies:
-            self._cache = None
-
     def forget(self, store: StagedStore) -> None:
         """Drop the store's copy, if there is one."""
         self._next_use.pop(store, None)
         if self.copy_of(store) is not None:
             self._evict(store)
 
-    def _idle(self) -> list[StagedStore]:
-        return [store for store, copy in self._copies.items() if copy.arriving is None or copy.arriving.done]
-
     def _place(self, store: StagedStore) -> int:
         return self._next_use.get(store, NEVER)
 
     def _evict(self, store: StagedStore) -> None:
-        copy = self._copies.pop(store)
-        self.cache.free(copy.block)
+        block = self._copies.pop(store).block
+        block.tier.free(block)
 
 
 class StagedStore(Store):
@@ -149,7 +142,7 @@ class StagedStore(Store):
         if copy is None or start > copy.valid:  # no copy, or a hole before this part
             return written
         copy.valid = max(copy.valid, start + source.numel())
-        kept = self._mover.cache.write(copy.block, source, start * self.dtype.itemsize)
+        kept = copy.block.tier.write(copy.block, source, start * self.dtype.itemsize)
         return self._track(JointTransfer((written, kept)), start, source.numel())
 
     def _read(self, start: int, target: torch.Tensor) -> Transfer:
@@ -157,7 +150,7 @@ class StagedStore(Store):
         # A copy may be filled only up to `valid`: an update writes it chunk by chunk.
         if copy is None or start + target.numel() > copy.valid:
             return super()._read(start, target)
-        return self._mover.cache.read(copy.block, target, start * self.dtype.itemsize)
+        return copy.block.tier.read(copy.block, target, start * self.dtype.itemsize)
 
     def read_ahead(self, memory: torch.Tensor) -> Transfer:
         """Start reading the whole store into host memory."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from offload.store import Store
-from offload.verify import UNVERIFIED, Unverified
+from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Tier
 from tiers.transfer import Transfer
 
@@ -28,7 +28,7 @@ class Record:
         arrays: Mapping[str, torch.dtype],
         cuts: Sequence[int],
         traffic: Counter[str],
-        verifier: Unverified = UNVERIFIED,
+        verifier: Verifier = UNVERIFIED,
     ) -> None:
         assert set(arrays.values()) <= {torch.float32, torch.int16}
         self.arrays = dict(sorted(arrays.items(), key=lambda array: -array[1].itemsize))
@@ -75,8 +75,8 @@ class Record:
                 offset = before * (last - first) + width * (low - first)
                 yield self._starts[first] + offset // UNIT.itemsize, range(low, high)
 
-    def local(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return the chunk's own memory if the host can address it; after changing it, call `changed`."""
+    def local(self, start: int, stop: int) -> torch.Tensor:
+        """Return the chunk's own memory, which the host must be able to address; after changing it, call `changed`."""
         return self.store.local(self._starts[start], self._starts[start] + self.units(start, stop))
 
     def view(self, start: int, stop: int) -> torch.Tensor:

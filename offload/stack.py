@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.placement import HBM, Share
-from offload.verify import UNVERIFIED, Unverified
+from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Block, Tier, as_bytes, round_up
 from tiers.errors import TierFull
 from tiers.transfer import Transfer
@@ -42,7 +42,7 @@ class Slot:
 class Saved:
     """One array of the stack; its slot is freed with the last reference to this object."""
 
-    def __init__(self, slot: Slot, source: torch.Tensor, what: str, verifier: Unverified) -> None:
+    def __init__(self, slot: Slot, source: torch.Tensor, what: str, verifier: Verifier) -> None:
         self.slot, self.numel, self.dtype = slot, source.numel(), source.dtype
         self._source: torch.Tensor | None = None
         self._write: Transfer | None = None
@@ -50,9 +50,9 @@ class Saved:
         if slot.near:
             slot.view(source.nbytes).copy_(as_bytes(source))
         else:
-            self._source, self._what = source, what
-            self._sums = verifier.sums(slot.block, slot.offset, source.nbytes)
-            self._sums.wrote(0, source, what)
+            self._source, self.what = source, what
+            self.sums = verifier.sums(slot.block, slot.offset, source.nbytes)
+            self.sums.wrote(0, source, what)
             self._write = slot.tier.write(slot.block, source, slot.offset)
 
     @property
@@ -64,12 +64,6 @@ class Saved:
         if self.slot.near:
             return self.slot.view(self.nbytes).view(self.dtype)
         return self._source
-
-    def fetch(self, target: torch.Tensor) -> Transfer:
-        """Start filling `target`, after the caller's current stream."""
-        transfer = self.slot.tier.read(self.slot.block, target, self.slot.offset)
-        transfer.what = self._what
-        return self._sums.fetched(transfer, 0, target, self._what)
 
     def finish_write(self) -> None:
         """Drop the device's copy after the write; raise if the write failed."""
@@ -94,7 +88,7 @@ class Stack:
         shares: Sequence[Share],
         expected: int,
         traffic: Counter[str],
-        verifier: Unverified = UNVERIFIED,
+        verifier: Verifier = UNVERIFIED,
     ) -> None:
         self._open_tier, self._shares, self._expected = open_tier, tuple(shares), max(1, expected)
         self._traffic, self._verifier = traffic, verifier
@@ -119,19 +113,22 @@ class Stack:
         return saved
 
     def fetch(self, saved: Saved, target: torch.Tensor) -> Transfer:
-        """Start reading an array back."""
+        """Start reading an array back into `target`, after the caller's current stream."""
         self._traffic["activations read"] += target.nbytes
-        return saved.fetch(target)
+        transfer = saved.slot.tier.read(saved.slot.block, target, saved.slot.offset)
+        transfer.what = saved.what
+        return saved.sums.fetched(transfer, 0, target, saved.what)
 
     def close(self) -> None:
         """Free the arenas; arrays that are still in them may not be read any more."""
-        self._drop_arenas()
-
-    def finish_writes(self) -> None:
-        """Wait for all writes in flight, and drop their arrays from the device."""
         self._finish_writes(0)
+        for block in {slot.block for slot in self._slots}:
+            block.tier.free(block)
+        self._slots.clear()
+        self._used.clear()
 
     def _finish_writes(self, left: int) -> None:
+        """Wait for all writes in flight but the latest `left`, and drop their arrays from the device."""
         while len(self._in_flight) > left:
             saved = self._in_flight.popleft()()
             if saved is not None:
@@ -162,17 +159,10 @@ class Stack:
             if not slot.taken and slot.nbytes >= nbytes:
                 return slot
         if not any(slot.taken for slot in self._slots):
-            self._drop_arenas()  # an array larger than any before
+            self.close()  # an array larger than any before
         first = len(self._slots)
         self._grow(nbytes)
         return self._slots[first]
-
-    def _drop_arenas(self) -> None:
-        self.finish_writes()
-        for block in {slot.block for slot in self._slots}:
-            block.tier.free(block)
-        self._slots.clear()
-        self._used.clear()
 
     def _grow(self, nbytes: int) -> None:
         """Add slots for `expected` arrays: on the first tier until its budget or space is used up, then on the next.

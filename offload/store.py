@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from offload.verify import UNVERIFIED, Unverified
+from offload.verify import UNVERIFIED, Verifier
 from tiers.base import Tier
 from tiers.transfer import Transfer
 
@@ -21,7 +21,7 @@ class Store:
         numel: int,
         dtype: torch.dtype,
         traffic: Counter[str],
-        verifier: Unverified = UNVERIFIED,
+        verifier: Verifier = UNVERIFIED,
     ) -> None:
         self.tier, self.kind, self.numel, self.dtype = tier, kind, numel, dtype
         self._traffic = traffic
@@ -63,19 +63,17 @@ class Store:
         assert target.dtype == self.dtype
         return self._sums.peek(self.block, start * self.dtype.itemsize, target, self.what)
 
-    def local(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements [start, stop) in place after the array's transfers have ended; None if the host cannot
+    def local(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) in place after the array's transfers have ended; the host must be able to
         address them. After changing them, call `changed`."""
-        if not self.tier.addressable:
-            return None
         self.finish_transfers()
-        part = self._view(start, stop)
+        part = self.view(start, stop)
         self._sums.look(start * self.dtype.itemsize, part, self.what)
         return part
 
     def changed(self, start: int, stop: int) -> None:
         """Accept changes to elements [start, stop) that were made through `local`."""
-        self._sums.wrote(start * self.dtype.itemsize, self._view(start, stop), self.what)
+        self._sums.wrote(start * self.dtype.itemsize, self.view(start, stop), self.what)
 
     def finish_transfers(self) -> None:
         """Block the host until no transfer touches the array; raise the first one's error."""
@@ -91,8 +89,7 @@ class Store:
 
     def view(self, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) in place, on a tier that the host can address; nothing is waited for."""
-        assert self.tier.addressable
-        return self._view(start, stop)
+        return self.tier.view(self.block).view(self.dtype)[start:stop]
 
     def free(self) -> None:
         """Free the array's memory once no transfer touches it."""
@@ -101,9 +98,6 @@ class Store:
 
     def _read(self, start: int, target: torch.Tensor) -> Transfer:
         return self.tier.read(self.block, target, start * self.dtype.itemsize)
-
-    def _view(self, start: int, stop: int) -> torch.Tensor:
-        return self.tier.view(self.block).view(self.dtype)[start:stop]
 
     def _track(self, transfer: Transfer, start: int, numel: int) -> Transfer:
         transfer.what = self.what

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from offload.placement import ACTIVATIONS, HBM, Placement
-from offload.verify import UNVERIFIED, Verifier
+from offload.verify import Verifier
 from tiers.base import Tier
 from tiers.events import SILENT, TierEvents
 from tiers.limits import read_limits
 from tiers.registry import open_tier
+
+CACHE = "cache"
+"""The kind of copies, in host memory, of data on slower tiers."""
 
 
 class TierSet:
@@ -39,18 +42,18 @@ class TierSet:
         """Peak bytes of the tiers that `close_unused` has closed."""
         self.traffic: Counter[str] = Counter()
         """Bytes moved by kind and direction, such as `optimizer read`."""
-        self.verifier = Verifier() if verify else UNVERIFIED
+        self.verifier = Verifier(verify)
         """Compares what is read with what was written, if requested."""
 
-    def open(self, name: str, kind: str) -> Tier:
-        """Return the tier for a kind of state, opening it the first time.
+    def open(self, name: str, kind: str, **fixed: Any) -> Tier:
+        """Return the tier for a kind of state, opening it the first time, with these options if any are fixed.
 
         Parameters have their own tier object, and so their own queue on a disk: the next forward's parameters must not
         queue behind all the states of the update. The same holds for activations.
         """
-        key = (name, kind if kind in ("parameters", ACTIVATIONS) else "states")
+        key = (name, kind if kind in ("parameters", ACTIVATIONS, CACHE) else "states")
         if key not in self._open:
-            options: dict[str, Any] = dict(self._options.get(name, {}))
+            options = {**self._options.get(name, {}), **fixed}
             if name == "nvme":
                 options.setdefault("paths", self._nvme_path or (os.getcwd(),))
             elif name == HBM:
@@ -63,11 +66,7 @@ class TierSet:
 
     def open_cache(self, nbytes: int) -> Tier:
         """Return the host memory tier for copies of data on slower tiers, opened the first time with `nbytes`."""
-        key = ("dram", "cache")
-        if key not in self._open:
-            self._open[key] = open_tier("dram", **dict(self._options.get("dram", {})) | {"capacity": nbytes})
-            self._open[key].events = self._events
-        return self._open[key]
+        return self.open("dram", CACHE, capacity=nbytes)
 
     def available(self, name: str) -> int | None:
         """Return the bytes that this rank may put on a tier, None if unknown."""
@@ -108,9 +107,8 @@ class TierSet:
     @property
     def notes(self) -> list[str]:
         """What the open tiers found and decided, one line each."""
-        return [
-            f"{name}: {line}" for name, line in {key[0]: tier.describe() for key, tier in self._open.items()}.items()
-        ]
+        found = {name: tier.describe() for (name, _), tier in self._open.items()}
+        return [f"{name}: {line}" for name, line in found.items()]
 
     def close_unused(self) -> None:
         """Close the tiers that hold nothing, and return the free memory of the others to the machine."""

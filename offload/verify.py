@@ -26,7 +26,7 @@ from offload.checksum import checksums, kernels
 from tiers.base import Block, as_bytes
 from tiers.copies import stream_position
 from tiers.errors import TierError, format_nbytes
-from tiers.transfer import Transfer
+from tiers.transfer import JointTransfer, Transfer
 
 CELL_NBYTES = 2 << 20
 """Large enough to need few checksums, small enough to read back when a transfer begins inside a cell."""
@@ -54,38 +54,14 @@ class Unchecked:
         """Compare the tier's own memory before it is used in place."""
 
 
-class Unverified:
-    """Verifies nothing."""
-
-    active = False
-    failed = False
-    """Whether a piece differed in host memory."""
-
-    def sums(self, block: Block, start: int = 0, nbytes: int | None = None) -> Unchecked:
-        """Return the checksums of an array in bytes [start, start + nbytes) of the block, all of it by default."""
-        return _UNCHECKED
-
-    def collect(self) -> torch.Tensor | None:
-        """Return the number of a piece that differed on the GPU, 0 if none did, in the order of the current stream.
-
-        None if nothing was compared on a GPU.
-        """
-        return None
-
-    def refuse(self, number: int = 0) -> None:
-        """Raise `Corrupted` if anything read so far differed in host memory, or the piece `number` did on a GPU."""
-
-
 _UNCHECKED = Unchecked()
-UNVERIFIED = Unverified()
 
 
-class Verifier(Unverified):
-    """Records mismatches for one rank; after the first one `refuse` always raises."""
+class Verifier:
+    """Records mismatches for one rank, if `active`; after the first one `refuse` always raises."""
 
-    active = True
-
-    def __init__(self) -> None:
+    def __init__(self, active: bool = True) -> None:
+        self.active = active
         self._failure: tuple[str, str] | None = None
         self._pieces: dict[tuple[str, str], int] = {}
         """Numbers of pieces by (message, tier), from 1."""
@@ -95,10 +71,14 @@ class Verifier(Unverified):
         """Streams on which checksums are copied to the host."""
 
     def sums(self, block: Block, start: int = 0, nbytes: int | None = None) -> Unchecked:
-        return Sums(self, block, start, block.nbytes if nbytes is None else nbytes) if block.tier.stores else _UNCHECKED
+        """Return the checksums of an array in bytes [start, start + nbytes) of the block, all of it by default."""
+        if not self.active or not block.tier.stores:
+            return _UNCHECKED
+        return Sums(self, block, start, block.nbytes if nbytes is None else nbytes)
 
     @property
-    def failed(self) -> bool:  # type: ignore[override]
+    def failed(self) -> bool:
+        """Whether a piece differed in host memory."""
         return self._failure is not None
 
     def differs(self, message: str, tier: str) -> Corrupted:
@@ -132,6 +112,10 @@ class Verifier(Unverified):
             flag.copy_(torch.where(flag == 0, (found != written).any() * number, flag))
 
     def collect(self) -> torch.Tensor | None:
+        """Return the number of a piece that differed on the GPU, 0 if none did, in the order of the current stream.
+
+        None if nothing was compared on a GPU.
+        """
         if not self._flags:
             return None
         current = torch.cuda.current_stream(next(iter(self._flags.values())).device)
@@ -141,10 +125,14 @@ class Verifier(Unverified):
         return torch.stack(list(self._flags.values())).max()
 
     def refuse(self, number: int = 0) -> None:
+        """Raise `Corrupted` if anything read so far differed in host memory, or the piece `number` did on a GPU."""
         if self._failure is None and number:
             self._failure = next(piece for piece, own in self._pieces.items() if own == number)
         if self._failure is not None:
             raise _error(*self._failure)
+
+
+UNVERIFIED = Verifier(active=False)
 
 
 class Sums(Unchecked):
@@ -275,29 +263,25 @@ class _Run:
             self.taken.append((taken, place, place + 1))
 
 
-class CheckedTransfer(Transfer):
+class CheckedTransfer(JointTransfer):
     """A read that is compared once, at the first wait; every wait raises if the comparison failed."""
 
     def __init__(self, inner: Transfer, memory: torch.Tensor, compare: Callable[[bool], None]) -> None:
-        super().__init__(inner.nbytes)
+        super().__init__((inner,))
         self._on_host = not memory.is_cuda
         self.event = inner.event
-        self._inner = inner
         self._compare: Callable[[bool], None] | None = compare
         self._corrupted: Corrupted | None = None
         self._lock = threading.Lock()
 
     def wait(self) -> None:
         # The host compares host memory, and is not ordered by any stream.
-        self._inner.synchronize() if self._on_host else self._inner.wait()
+        super().synchronize() if self._on_host else super().wait()
         self._finish(False)
 
     def synchronize(self) -> None:
-        self._inner.synchronize()
+        super().synchronize()
         self._finish(True)
-
-    def wait_for_host(self) -> None:
-        self._inner.wait_for_host()
 
     def _finish(self, now: bool) -> None:
         with self._lock:
@@ -311,24 +295,8 @@ class CheckedTransfer(Transfer):
             raise self._corrupted
 
     @property
-    def holds_host(self) -> bool:
-        return self._inner.holds_host
-
-    @property
-    def tier(self) -> str:
-        return self._inner.tier
-
-    @property
-    def done(self) -> bool:
-        return self._inner.done
-
-    @property
-    def released(self) -> bool:
-        return self._inner.released
-
-    @property
     def error(self) -> BaseException | None:
-        return self._corrupted or self._inner.error
+        return self._corrupted or super().error
 
 
 def _error(message: str, tier: str) -> Corrupted:

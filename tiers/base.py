@@ -93,9 +93,11 @@ class Tier(ABC):
             raise ValueError(f"capacity of {self.name} is {capacity} bytes; it cannot be negative")
         self.notes: list[str] = []
         """Automatic decisions of the tier, one line each, for the user."""
-        self._capacity = capacity
+        self.capacity = capacity
+        """The total bytes that the tier may hold, None if there is no bound."""
+        self.peak = 0
+        """The peak of the occupied bytes."""
         self._used = 0
-        self._peak = 0
         self._closed = False
         self._generations = itertools.count(1)
         self._lock = threading.RLock()
@@ -124,6 +126,11 @@ class Tier(ABC):
         """Return the path or device to name in errors, None if the tier's name is enough."""
         return None
 
+    def _full(self, needed: int, available: int, reason: str | None = None) -> TierFull:
+        """Return the error of an allocation for which there is no room."""
+        place, hint = self._where(), self._full_hint
+        return TierFull(tier=self.name, needed=needed, available=available, path=place, reason=reason, hint=hint)
+
     def _abort(self) -> None:  # noqa: B027 (optional)
         """Make transfers in flight end soon, with or without an error; called once, before `_close`."""
 
@@ -133,21 +140,11 @@ class Tier(ABC):
     # What callers use.
 
     @property
-    def capacity(self) -> int | None:
-        """Return the total bytes that the tier may hold, None if there is no bound."""
-        return self._capacity
-
-    @property
     def used(self) -> int:
         """Return the bytes that blocks occupy now, including rounding."""
         with self._lock:
             self._reclaim()
             return self._used
-
-    @property
-    def peak(self) -> int:
-        """Return the peak of the occupied bytes."""
-        return self._peak
 
     @property
     def footprint(self) -> int:
@@ -189,24 +186,18 @@ class Tier(ABC):
                 self._reclaim(wait=True)
                 handle = self._reserve(nbytes, reserved)
             self._used += reserved
-            self._peak = max(self._peak, self._used)
+            self.peak = max(self.peak, self._used)
             block = Block(self, nbytes, next(self._generations), reserved, handle)
             self._live.add(block)
             return block
 
     def write(self, block: Block, source: Tensor, offset: int = 0) -> Transfer:
         """Start copying `source` into the block at byte `offset`."""
-        began = time.perf_counter()
-        transfer = self._move(block, source, offset, writes=True)
-        self.events.transfer(block, transfer, True, began)
-        return transfer
+        return self._move(block, source, offset, writes=True)
 
     def read(self, block: Block, target: Tensor, offset: int = 0) -> Transfer:
         """Start filling `target` from the block's bytes at `offset`."""
-        began = time.perf_counter()
-        transfer = self._move(block, target, offset, writes=False)
-        self.events.transfer(block, transfer, False, began)
-        return transfer
+        return self._move(block, target, offset, writes=False)
 
     def view(self, block: Block) -> Tensor:
         """Return the block's own memory as a uint8 tensor, valid until the block is freed (addressable tiers only).
@@ -253,7 +244,12 @@ class Tier(ABC):
         self.close()
 
     def _move(self, block: Block, tensor: Tensor, offset: int, writes: bool) -> Transfer:
-        data = as_bytes(tensor)
+        began = time.perf_counter()
+        transfer = self._begin(block, as_bytes(tensor), offset, writes)
+        self.events.transfer(block, transfer, writes, began)
+        return transfer
+
+    def _begin(self, block: Block, data: Tensor, offset: int, writes: bool) -> Transfer:
         if offset < 0 or offset + data.numel() > block.nbytes:
             raise ValueError(f"bytes {offset} to {offset + data.numel()} are outside a block of {block.nbytes} bytes")
         with block._lock:
@@ -276,9 +272,8 @@ class Tier(ABC):
             return transfer
 
     def _reserve(self, nbytes: int, reserved: int) -> Any:
-        if self._capacity is not None and self._used + reserved > self._capacity:
-            left = self._capacity - self._used
-            raise TierFull(tier=self.name, needed=reserved, available=left, path=self._where(), hint=self._full_hint)
+        if self.capacity is not None and self._used + reserved > self.capacity:
+            raise self._full(reserved, self.capacity - self._used)
         return self._allocate(nbytes)
 
     def _reclaim(self, wait: bool = False) -> None:

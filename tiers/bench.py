@@ -24,11 +24,12 @@ from tiers.dram import DramTier
 from tiers.nvme import UNIT_NBYTES, NvmeTier
 from tiers.pages import Pages
 from tiers.swapfile import disk_error
+from tiers.transfer import Transfer
 
 MIN_ROUNDS = 3
 NUM_RAW_THREADS = 8
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 Move = Callable[[int, list[memoryview], int], int]
 """pwritev or preadv."""
 
@@ -38,24 +39,19 @@ def bench_nvme(paths: Sequence[str | os.PathLike[str]], nbytes: int = 1 << 30, s
     pages = Pages(nbytes)
     pages.bytes.random_(0, 256)
     with (
-        NvmeTier(paths=list(paths), prewrite=True) as tier,
+        NvmeTier(paths=list(paths)) as tier,
         _RawLoop([Path(path) for path in paths], pages, tier.direct) as raw,
     ):
         block = tier.allocate(pages.nbytes)
         half = round_up(pages.nbytes // 2, PAGE_NBYTES)
-
-        def both() -> None:
-            transfers = tier.write(block, pages.bytes[:half]), tier.read(block, pages.bytes[half:], half)
-            for transfer in transfers:
-                transfer.synchronize()
-
+        first, second = pages.bytes[:half], pages.bytes[half:]
         jobs: dict[str, Job] = {
-            "raw_write": raw.write,
-            "write": lambda: tier.write(block, pages.bytes).synchronize(),
-            "raw_read": raw.read,
-            "read": lambda: tier.read(block, pages.bytes).synchronize(),
-            "raw_both": raw.both,
-            "both": both,
+            "raw_write": lambda: raw.move(os.pwritev, os.pwritev),
+            "write": lambda: _finish(tier.write(block, pages.bytes)),
+            "raw_read": lambda: raw.move(os.preadv, os.preadv),
+            "read": lambda: _finish(tier.read(block, pages.bytes)),
+            "raw_both": lambda: raw.move(os.pwritev, os.preadv),
+            "both": lambda: _finish(tier.write(block, first), tier.read(block, second, half)),
         }
         rates = _alternate(jobs, pages.nbytes, seconds)
         result: dict[str, Any] = {"paths": [str(path) for path in paths], "nbytes": pages.nbytes, "direct": tier.direct}
@@ -74,36 +70,23 @@ def _bench_cuda(nbytes: int, seconds: float) -> dict[str, Any]:
     pinned_in, pinned_out = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def raw(*copies: tuple[torch.cuda.Stream, Tensor, Tensor]) -> Job:
-        def job() -> None:
-            for stream, target, source in copies:
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-            up.synchronize()
-            down.synchronize()
-
-        return job
+    def raw(*copies: tuple[torch.cuda.Stream, Tensor, Tensor]) -> None:
+        for stream, target, source in copies:
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        up.synchronize()
+        down.synchronize()
 
     with DramTier(2 * nbytes + (1 << 20)) as tier:
         first, second = tier.allocate(nbytes), tier.allocate(nbytes)
-
-        def moved(reads: bool, writes: bool) -> Job:
-            def job() -> None:
-                transfers = [tier.read(first, above)] if reads else []
-                transfers += [tier.write(second, below)] if writes else []
-                for transfer in transfers:
-                    transfer.synchronize()
-
-            return job
-
         torch.cuda.synchronize()
-        jobs = {
-            "raw_up": raw((up, above, pinned_in)),
-            "up": moved(True, False),
-            "raw_down": raw((down, pinned_out, below)),
-            "down": moved(False, True),
-            "raw_both": raw((up, above, pinned_in), (down, pinned_out, below)),
-            "both": moved(True, True),
+        jobs: dict[str, Job] = {
+            "raw_up": lambda: raw((up, above, pinned_in)),
+            "up": lambda: _finish(tier.read(first, above)),
+            "raw_down": lambda: raw((down, pinned_out, below)),
+            "down": lambda: _finish(tier.write(second, below)),
+            "raw_both": lambda: raw((up, above, pinned_in), (down, pinned_out, below)),
+            "both": lambda: _finish(tier.read(first, above), tier.write(second, below)),
         }
         rates = _alternate(jobs, nbytes, seconds)
         for name in ("raw_both", "both"):
@@ -114,24 +97,28 @@ def _bench_cuda(nbytes: int, seconds: float) -> dict[str, Any]:
 
 def _bench_host(nbytes: int, seconds: float) -> dict[str, Any]:
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
-
-    def copy() -> None:
-        target.copy_(source)
-
-    with DramTier(nbytes + (1 << 20), prefault=True) as tier:
+    with DramTier(nbytes + (1 << 20)) as tier:
         block = tier.allocate(nbytes)
         jobs: dict[str, Job] = {
-            "raw_write": copy,
-            "write": lambda: tier.write(block, source).synchronize(),
-            "read": lambda: tier.read(block, target).synchronize(),
+            "raw_write": lambda: target.copy_(source),
+            "write": lambda: _finish(tier.write(block, source)),
+            "read": lambda: _finish(tier.read(block, target)),
         }
         rates = _alternate(jobs, nbytes, seconds)
     rates["raw_read"] = rates["raw_write"]
     return {"device": "cpu", "nbytes": nbytes, "pinned": False} | rates | _ratios(rates, ("write", "read"))
 
 
+def _finish(*transfers: Transfer) -> None:
+    for transfer in transfers:
+        transfer.synchronize()
+
+
 def _alternate(jobs: dict[str, Job], nbytes: int, seconds: float) -> dict[str, float]:
-    """Run the jobs in alternation, after one warm-up round, and return each one's median GB/s."""
+    """Run the jobs in alternation, after one round that is not measured, and return each one's median GB/s.
+
+    The first write to a region of a disk, and to pages of memory, is slow.
+    """
     for job in jobs.values():
         job()
     times: dict[str, list[float]] = {name: [] for name in jobs}
@@ -167,17 +154,8 @@ class _RawLoop:
             except OSError as error:
                 raise disk_error(error, directory, "reserve", pages.nbytes) from error
 
-    def write(self) -> None:
-        self._each(os.pwritev, os.pwritev)
-
-    def read(self) -> None:
-        self._each(os.preadv, os.preadv)
-
-    def both(self) -> None:
-        """Write one half of the units and read the other, at once."""
-        self._each(os.pwritev, os.preadv)
-
-    def _each(self, even: Move, odd: Move) -> None:
+    def move(self, even: Move, odd: Move) -> None:
+        """Move all units, the ones of every other thread by `odd`."""
         memory = self._pages.memory
 
         def work(thread: int) -> None:
@@ -191,7 +169,6 @@ class _RawLoop:
         list(self._threads.map(work, range(NUM_RAW_THREADS)))
 
     def __enter__(self) -> _RawLoop:
-        self.write()  # the first write to a region is slow: not measured
         return self
 
     def __exit__(self, *_: object) -> None:

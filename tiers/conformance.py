@@ -64,9 +64,16 @@ class TierConformance:
             yield tier
         assert not self.leftovers(tmp_path)
 
-    def expect(self, tier: Tier, got: Tensor, stored: Tensor, before: Tensor) -> None:
-        """Check a read: it gives the stored bytes, or for a tier that stores nothing the unchanged target."""
+    def expect(self, tier: Tier, got: Tensor, stored: Tensor, before: Tensor | None = None) -> None:
+        """Check a read: it gives the stored bytes, or for a tier that stores nothing the unchanged target (zeros)."""
+        before = torch.zeros_like(stored) if before is None else before
         assert torch.equal(got.cpu(), (stored if tier.stores else before).cpu())
+
+    def expect_read(self, tier: Tier, block: Block, stored: Tensor, offset: int = 0) -> None:
+        """Read as many bytes at `offset` as are expected to be stored there, and check them."""
+        target = torch.zeros_like(stored)
+        tier.read(block, target, offset).synchronize()
+        self.expect(tier, target, stored)
 
     # Bytes
 
@@ -91,11 +98,9 @@ class TierConformance:
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.bool, torch.int64))
     def test_any_dtype_is_bytes(self, tier: Tier, dtype: torch.dtype) -> None:
         source = pattern(24 * 8, 3).to(dtype).reshape(8, 24)
-        target = torch.zeros_like(source)
         block = tier.allocate(source.nbytes)
         tier.write(block, source).wait()
-        tier.read(block, target).synchronize()
-        assert torch.equal(target, source if tier.stores else torch.zeros_like(source))
+        self.expect_read(tier, block, source)
         with pytest.raises(ValueError, match="contiguous"):
             tier.write(block, source.t())
 
@@ -108,9 +113,7 @@ class TierConformance:
             assert around == source.numpy().tobytes()
         other = pattern(source.numel(), 5)
         if self.poke(block, other.numpy().tobytes()):
-            target = torch.zeros_like(source)
-            tier.read(block, target).synchronize()
-            assert torch.equal(target, other)
+            self.expect_read(tier, block, other)
 
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("nbytes", (1, 100, 4096, 70_000))
@@ -124,10 +127,7 @@ class TierConformance:
             expected[offset : offset + nbytes] = part
             parts = ((0, whole.numel()), (offset, offset + nbytes), (max(offset - 3, 0), offset + nbytes + 5))
             for start, end in parts:
-                target = torch.zeros(end - start, dtype=torch.uint8, device=device)
-                before = target.clone()
-                tier.read(block, target, start).synchronize()
-                self.expect(tier, target, expected[start:end], before)
+                self.expect_read(tier, block, expected[start:end], start)
 
     def test_what_lies_outside_a_block_is_refused(self, tier: Tier) -> None:
         block = tier.allocate(10)
@@ -145,7 +145,7 @@ class TierConformance:
             block = tier.allocate(source.numel())
             tier.write(block, source).wait()
             tier.read(block, landing[33 : 33 + source.numel()]).synchronize()
-            self.expect(tier, landing[33:200_033], source, torch.zeros(200_000, dtype=torch.uint8))
+            self.expect(tier, landing[33:200_033], source)
             assert not landing[:33].any() and not landing[200_033:].any()
             tier.free(block)
 
@@ -163,7 +163,7 @@ class TierConformance:
         for transfer in reversed(transfers):
             transfer.synchronize()
         for source, target in zip(sources, targets, strict=True):
-            self.expect(tier, target, source, torch.zeros(nbytes, dtype=torch.uint8))
+            self.expect(tier, target, source)
 
     def test_neighbouring_parts_in_flight_do_not_disturb_each_other(self, tier: Tier) -> None:
         parts = [pattern(1000 + 7 * index, index) for index in range(50)]
@@ -175,9 +175,7 @@ class TierConformance:
             offset += part.numel()
         for transfer in transfers:
             transfer.wait()
-        target = torch.zeros_like(whole)
-        tier.read(block, target).synchronize()
-        self.expect(tier, target, whole, torch.zeros_like(whole))
+        self.expect_read(tier, block, whole)
 
     @pytest.mark.parametrize("device", DEVICES)
     def test_a_source_may_be_dropped_right_after_write(self, tier: Tier, device: str) -> None:
@@ -189,19 +187,18 @@ class TierConformance:
             transfer.wait()
             target = torch.zeros(2 * MIB, dtype=torch.uint8, device=device)
             tier.read(block, target).wait()
-            self.expect(tier, target, pattern(2 * MIB, seed), torch.zeros(2 * MIB, dtype=torch.uint8))
+            self.expect(tier, target, pattern(2 * MIB, seed))
             del usurpers
 
     @pytest.mark.parametrize("device", DEVICES)
     def test_a_source_may_be_overwritten_after_wait(self, tier: Tier, device: str) -> None:
         block = tier.allocate(2 * MIB)
-        source, target = pattern(2 * MIB, 1, device), torch.zeros(2 * MIB, dtype=torch.uint8, device=device)
+        source = pattern(2 * MIB, 1, device)
         transfer = tier.write(block, source)
         # wait() orders an overwriting kernel on a stream, but not the host.
         transfer.wait() if device == "cuda" else transfer.synchronize()
         source.fill_(255)
-        tier.read(block, target).synchronize()
-        self.expect(tier, target, pattern(2 * MIB, 1), torch.zeros(2 * MIB, dtype=torch.uint8))
+        self.expect_read(tier, block, pattern(2 * MIB, 1, device))
 
     # Space
 
@@ -216,11 +213,9 @@ class TierConformance:
             assert full.value.needed >= MIB + 1
             assert tier.name in str(full.value) and "MiB needed" in str(full.value)
             tier.free(blocks.pop())
-            source, target = pattern(MIB, 9), torch.zeros(MIB, dtype=torch.uint8)
             block = tier.allocate(MIB)
-            tier.write(block, source).wait()
-            tier.read(block, target).synchronize()
-            self.expect(tier, target, source, torch.zeros_like(target))
+            tier.write(block, pattern(MIB, 9)).wait()
+            self.expect_read(tier, block, pattern(MIB, 9))
             for each in [*blocks, block]:
                 tier.free(each)
             assert tier.used == 0
@@ -284,20 +279,16 @@ class TierConformance:
     # Threads and the end
 
     def test_readers_and_writers_of_several_threads_keep_apart(self, tier: Tier) -> None:
-        def live(seed: int) -> bool:
+        def live(seed: int) -> None:
             for turn in range(8):
-                nbytes = 50_000 + 4099 * seed + turn
-                source, target = pattern(nbytes, 100 * seed + turn), torch.zeros(nbytes, dtype=torch.uint8)
-                block = tier.allocate(nbytes)
+                source = pattern(50_000 + 4099 * seed + turn, 100 * seed + turn)
+                block = tier.allocate(source.numel())
                 tier.write(block, source)
-                tier.read(block, target).synchronize()
+                self.expect_read(tier, block, source)
                 tier.free(block)
-                if not torch.equal(target, source if tier.stores else torch.zeros_like(source)):
-                    return False
-            return True
 
         with ThreadPoolExecutor(6) as threads:
-            assert all(threads.map(live, range(6)))
+            list(threads.map(live, range(6)))
         assert tier.used == 0
 
     def test_many_threads_may_read_one_block(self, tier: Tier) -> None:
@@ -305,13 +296,8 @@ class TierConformance:
         block = tier.allocate(MIB)
         tier.write(block, source)
 
-        def look(_: int) -> bool:
-            target = torch.zeros(MIB, dtype=torch.uint8)
-            tier.read(block, target).synchronize()
-            return torch.equal(target, source if tier.stores else torch.zeros_like(source))
-
         with ThreadPoolExecutor(6) as threads:
-            assert all(threads.map(look, range(18)))
+            list(threads.map(lambda _: self.expect_read(tier, block, source), range(18)))
 
     def test_close_ends_what_is_in_flight(self, tmp_path: Path) -> None:
         tier = self.make_tier(tmp_path, self.capacity_nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -42,13 +41,12 @@ class Copier:
     GPU would copy the states of many chunks before the parameters of the first, for which the update waits.
     """
 
-    _lock = threading.Lock()
     _streams: ClassVar[dict[tuple[torch.device, str, int], torch.cuda.Stream]] = {}
     """By device, direction and the caller's stream; of all copiers."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"{tier}-copy")  # begun when first needed
 
     def copy(
         self, source: Tensor, target: Tensor, after: Sequence[Transfer] = (), events: TierEvents = SILENT
@@ -60,25 +58,18 @@ class Copier:
         if source.numel() <= INLINE_NBYTES and position is None and not after:
             target.copy_(source)
             return Transfer.finished(source.numel())
-        future = self._pool().submit(_copy_on_host, source, target, position, list(after))
+        future = self._threads.submit(_copy_on_host, source, target, position, list(after))
         return Transfer(source.numel(), future=future, hold=(source, target), tier=self._tier)
 
-    def stream(self, device: torch.device, direction: str) -> torch.cuda.Stream:
-        """Return the stream for copies in a `direction` (up, down or across) that the current stream issues."""
-        return self._stream_beside(current_stream(device), device, direction)
-
-    def _stream_beside(self, caller: torch.cuda.Stream, device: torch.device, direction: str) -> torch.cuda.Stream:
+    def stream(self, caller: torch.cuda.Stream, device: torch.device, direction: str) -> torch.cuda.Stream:
+        """Return the stream for copies in a `direction` (up, down or across) that this stream of the caller issues."""
         key = (device, direction, caller.cuda_stream)
         found = self._streams.get(key)
-        if found is None:
-            with self._lock:
-                found = self._streams.setdefault(key, torch.cuda.Stream(device))
-        return found
+        return self._streams.setdefault(key, torch.cuda.Stream(device)) if found is None else found
 
     def close(self) -> None:
         """Finish running copies and end the threads."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
 
     def _copy_on_stream(
         self, source: Tensor, target: Tensor, after: Sequence[Transfer], events: TierEvents
@@ -90,7 +81,7 @@ class Copier:
         callers = {device: current_stream(device)}
         if direction == "across" and source.device != device:
             callers[source.device] = current_stream(source.device)
-        stream = self._stream_beside(callers[device], device, direction)
+        stream = self.stream(callers[device], device, direction)
         for place, caller in callers.items():
             record_event(place, caller).wait(stream)
         for earlier in after:
@@ -100,12 +91,6 @@ class Copier:
             target.copy_(source, non_blocking=True)
         event = record_event(device, stream)
         return Transfer(source.numel(), event=event, callers=callers, hold=(source, target), tier=self._tier)
-
-    def _pool(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"{self._tier}-copy")
-            return self._threads
 
 
 def _copy_on_host(source: Tensor, target: Tensor, position: torch.cuda.Event | None, after: Sequence[Transfer]) -> None:

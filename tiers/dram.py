@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tiers.base import PAGE_NBYTES, Tier, round_up
 from tiers.copies import Copier
-from tiers.errors import TierError, TierFull, format_nbytes
+from tiers.errors import TierError, format_nbytes
 from tiers.extents import Extents
-from tiers.limits import HostLimits, read_limits
+from tiers.limits import read_limits
 from tiers.pages import Pages, Registrar
 from tiers.transfer import Transfer
 
@@ -56,12 +56,9 @@ class DramTier(Tier):
         *,
         pin: bool | Literal["auto"] = "auto",
         arena_nbytes: int = ARENA_NBYTES,
-        prefault: bool = False,
-        limits: HostLimits | None = None,
         registrar: Registrar | None = None,
     ) -> None:
-        self._fixed_limits = limits
-        self.limits = limits or read_limits()
+        self.limits = read_limits()
         """What the machine allowed when the tier was opened."""
         super().__init__(self.limits.available if capacity is None else capacity)
         self._must_pin = pin is True
@@ -70,7 +67,6 @@ class DramTier(Tier):
         if self._must_pin and not self._pin:
             raise TierError("host memory cannot be pinned: there is no GPU to pin it for", tier=self.name)
         self._arena_nbytes = round_up(max(arena_nbytes, 1), PAGE_NBYTES)
-        self._prefault = prefault
         self._arenas: list[_Arena] = []
         self._copier = Copier(self.name)
 
@@ -81,23 +77,19 @@ class DramTier(Tier):
 
     @property
     def pinned_nbytes(self) -> int:
-        """Return the bytes that are pinned now."""
         with self._lock:
             return sum(arena.pages.nbytes for arena in self._arenas if arena.pages.pinned)
 
     @property
     def footprint(self) -> int:
-        """Return the bytes of all arenas."""
         with self._lock:
             return sum(arena.pages.nbytes for arena in self._arenas)
 
     def host_memory(self) -> list[Tensor]:
-        """Return the memory of all arenas."""
         with self._lock:
             return [arena.pages.bytes for arena in self._arenas]
 
     def trim(self) -> None:
-        """Unmap arenas that hold nothing."""
         with self._lock:
             self._reclaim()
             self._unmap_empty()
@@ -141,29 +133,20 @@ class DramTier(Tier):
 
     def _map(self, nbytes: int) -> _Arena:
         """Return a new arena with room for `nbytes`, within the budget and what the machine has left."""
-        assert self._capacity is not None
-        budget = round_up(self._capacity, PAGE_NBYTES)
+        assert self.capacity is not None
+        budget = round_up(self.capacity, PAGE_NBYTES)
         if budget - self.footprint < nbytes:
             self._unmap_empty()
         room = budget - self.footprint
         if room < nbytes:
-            reason = f"{format_nbytes(self.footprint)} mapped, in pieces too small"
-            raise TierFull(tier=self.name, needed=nbytes, available=room, reason=reason, hint=self._full_hint)
-        limits = self._fixed_limits or read_limits()
+            raise self._full(nbytes, room, f"{format_nbytes(self.footprint)} mapped, in pieces too small")
+        limits = read_limits()
         if limits.available < nbytes:
-            raise TierFull(
-                tier=self.name,
-                needed=nbytes,
-                available=limits.available,
-                reason=limits.describe(),
-                hint=self._full_hint,
-            )
+            raise self._full(nbytes, limits.available, limits.describe())
         size = min(self._arena_size(nbytes), room, max(nbytes, limits.available))
         arena = _Arena(size, shared=size > nbytes)
         if self._pin:
             self._pin_arena(arena)
-        if self._prefault and not arena.pages.pinned:
-            arena.pages.prefault()
         self._arenas.append(arena)
         return arena
 

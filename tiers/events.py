@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,20 +12,8 @@ if TYPE_CHECKING:
 Scope = AbstractContextManager[Any]
 """A context manager around an event: entered before it, left after it."""
 
-
-class _Nothing:
-    """A scope that does nothing; a single shared instance, so that events without subscribers cost almost nothing."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        return None
-
-
-NOTHING = _Nothing()
+NOTHING = nullcontext()
+"""A scope that does nothing; a single shared instance, so that events without subscribers cost almost nothing."""
 
 
 class TierEvents:

@@ -17,6 +17,7 @@ import aiofiles
 from tiers.base import PAGE_NBYTES
 
 T = TypeVar("T")
+Move = Callable[[memoryview], Coroutine[Any, Any, int | None]]
 
 
 class LoopThread:
@@ -59,22 +60,22 @@ class FileWorker:
 
     async def write(self, offset: int, memory: memoryview) -> None:
         """Write all of `memory` at `offset`, however many calls that takes."""
-        done = 0
-        while done < len(memory):
-            self._seek(offset + done)
-            progress = self._whole(await self._write(memory[done:]), len(memory) - done)
-            if progress == 0:
-                raise OSError(f"only {done} of {len(memory)} bytes were written, and no more will be")
-            done += progress
+        await self._move_all(self._write, offset, memory, "written, and no more will be")
 
     async def read(self, offset: int, memory: memoryview) -> None:
         """Fill all of `memory` from `offset`, however many calls that takes."""
+        await self._move_all(self._read, offset, memory, "there to read")
+
+    async def _move_all(self, move: Move, offset: int, memory: memoryview, words: str) -> None:
         done = 0
         while done < len(memory):
-            self._seek(offset + done)
-            progress = self._whole(await self._read(memory[done:]), len(memory) - done)
+            # The handle is unbuffered, so its position is the kernel's and need not be set in the thread.
+            os.lseek(self._file.fileno(), offset + done, os.SEEK_SET)
+            progress = await move(memory[done:]) or 0
+            if self._direct and progress < len(memory) - done:  # the remainder must start on a page
+                progress = progress // PAGE_NBYTES * PAGE_NBYTES
             if progress == 0:
-                raise OSError(f"only {done} of {len(memory)} bytes were there to read")
+                raise OSError(f"only {done} of {len(memory)} bytes were {words}")
             done += progress
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -94,12 +95,3 @@ class FileWorker:
     async def _read(self, memory: memoryview) -> int | None:
         done: int | None = await self._file.readinto(memory)
         return done
-
-    def _seek(self, offset: int) -> None:
-        # The handle is unbuffered, so its position is the kernel's and need not be set in the thread.
-        os.lseek(self._file.fileno(), offset, os.SEEK_SET)
-
-    def _whole(self, progress: int | None, wanted: int) -> int:
-        """Return the progress to continue from: with O_DIRECT the remainder must start on a page."""
-        progress = progress or 0
-        return progress if progress == wanted or not self._direct else progress // PAGE_NBYTES * PAGE_NBYTES

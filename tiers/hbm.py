@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiers.base import Tier
 from tiers.copies import Copier
-from tiers.errors import TierFull, format_nbytes
+from tiers.errors import format_nbytes
 from tiers.limits import read_limits
 from tiers.transfer import Transfer
 
@@ -25,8 +25,10 @@ class HbmTier(Tier):
 
     def __init__(self, capacity: int | None = None, *, device: str | torch.device | None = None) -> None:
         self.device = _device(device)
-        total = _total(self.device)
-        super().__init__(total if capacity is None else capacity)
+        if capacity is None:
+            cuda = self.device.type == "cuda"
+            capacity = torch.cuda.get_device_properties(self.device).total_memory if cuda else read_limits().available
+        super().__init__(capacity)
         self._frees_in_stream_order = self.device.type == "cuda"
         # The granularity of the CUDA allocator; elsewhere a cache line.
         self.alignment = 512 if self.device.type == "cuda" else 64
@@ -40,14 +42,7 @@ class HbmTier(Tier):
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError:
-            raise TierFull(
-                tier=self.name,
-                needed=nbytes,
-                available=_free(self.device),
-                path=self._where(),
-                reason="out of memory",
-                hint=self._full_hint,
-            ) from None
+            raise self._full(nbytes, _free(self.device), "out of memory") from None
 
     def _free(self, handle: Tensor) -> None:
         pass  # the block held the last reference
@@ -73,12 +68,6 @@ def _device(device: str | torch.device | None) -> torch.device:
     if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def _total(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return read_limits().available
 
 
 def _free(device: torch.device) -> int:

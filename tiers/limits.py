@@ -32,7 +32,7 @@ class HostLimits:
 
 
 def read_limits(root: Path = Path("/")) -> HostLimits:
-    """Return the limits of this process as /proc and /sys below `root` give them."""
+    """Return the limits of this process; those of memory as /proc and /sys below `root` give them."""
     available = _mem_available(_text(root / "proc/meminfo"))
     cgroup_limit = None
     for limit, free in _cgroup_room(root):
@@ -40,7 +40,8 @@ def read_limits(root: Path = Path("/")) -> HostLimits:
             available, cgroup_limit = free, limit
         elif cgroup_limit is None:
             cgroup_limit = limit
-    return HostLimits(max(available, 0), cgroup_limit, _memlock(_text(root / "proc/self/limits")))
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return HostLimits(max(available, 0), cgroup_limit, None if memlock == resource.RLIM_INFINITY else memlock)
 
 
 def _mem_available(meminfo: str) -> int:
@@ -49,16 +50,6 @@ def _mem_available(meminfo: str) -> int:
         if key in fields:
             return int(fields[key].split()[0]) * 1024
     return _NO_LIMIT
-
-
-def _memlock(limits: str) -> int | None:
-    """Return the soft limit from /proc/self/limits, or from the system call where that file is missing."""
-    for line in limits.splitlines():
-        if line.startswith("Max locked memory"):
-            soft = line.split()[3]
-            return None if soft == "unlimited" else int(soft)
-    soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
 def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ from tiers.errors import TierError, TierFull, format_nbytes
 from tiers.file_workers import FileWorker, LoopThread
 from tiers.pages import Registrar, memory_of
 from tiers.staging import Staging
+from tiers.streams import current_stream
 from tiers.stripes import Piece, Record, Unit, cut
 from tiers.swapfile import SwapFile, disk_error, free_nbytes
 from tiers.transfer import Transfer
@@ -58,7 +60,6 @@ class NvmeTier(Tier):
         unit_nbytes: int = UNIT_NBYTES,
         direct: bool | Literal["auto"] = "auto",
         verify: bool = False,
-        prewrite: bool = False,
         grow_nbytes: int = 64 << 20,
         staging_nbytes: int = 64 << 20,
         registrar: Registrar | None = None,
@@ -84,7 +85,7 @@ class NvmeTier(Tier):
         self._loop = LoopThread("nvme-loop")
         try:
             for directory in directories:
-                file = SwapFile(directory, direct, grow_nbytes, prewrite)
+                file = SwapFile(directory, direct, grow_nbytes)
                 self._files.append(file)
                 self._open_workers(file, workers)
         except BaseException:
@@ -93,13 +94,12 @@ class NvmeTier(Tier):
             raise
         self.notes = [note for file in self._files for note in file.notes]
         if capacity is None:
-            self._capacity = self._room()
+            self.capacity = self._room()
         _open_tiers.add(self)
 
     @property
     def footprint(self) -> int:
-        """Return the bytes of the swap files on disk."""
-        return sum(file.size for file in self._files)
+        return sum(file.extents.size for file in self._files)
 
     @property
     def file_nbytes(self) -> int:
@@ -107,7 +107,6 @@ class NvmeTier(Tier):
         return sum(512 * os.fstat(file.fd).st_blocks for file in self._files)
 
     def host_memory(self) -> list[Tensor]:
-        """Return the memory of the staging buffers made so far."""
         return [pages.bytes for staging in (self._staging, self._tails) for pages in staging.made]
 
     @property
@@ -121,10 +120,9 @@ class NvmeTier(Tier):
         return "; ".join([f"{format_nbytes(self._room())} free in {self._where()} ({mode})", *self.notes])
 
     def _allocate(self, nbytes: int) -> Record:
-        needed = round_up(nbytes, PAGE_NBYTES)
-        room = self._room()
+        needed, room = round_up(nbytes, PAGE_NBYTES), self._room()
         if needed > room:
-            raise TierFull(tier=self.name, needed=needed, available=room, path=self._where(), hint=self._full_hint)
+            raise self._full(needed, room)
         self._grow_for(nbytes)
         record = Record([])
         try:
@@ -137,7 +135,7 @@ class NvmeTier(Tier):
 
     def _free(self, handle: Record) -> None:
         for unit in handle.units:
-            unit.file.give(unit.start, round_up(unit.nbytes, PAGE_NBYTES))
+            unit.file.extents.give(unit.start, round_up(unit.nbytes, PAGE_NBYTES))
 
     def _write(self, handle: Record, source: Tensor, offset: int, after: Sequence[Transfer]) -> Transfer:
         work = self._move_all(handle, source, offset, after, stream_position(source), writes=True)
@@ -171,7 +169,7 @@ class NvmeTier(Tier):
     def _take(self, nbytes: int) -> Unit:
         """Reserve one unit in the file whose turn it is, or in the next that has room."""
         rounded = round_up(nbytes, PAGE_NBYTES)
-        growth_limit = (self._capacity or 0) - self.footprint
+        growth_limit = (self.capacity or 0) - self.footprint
         full: TierFull | None = None
         for _ in self._files:
             file = self._files[self._next_file]
@@ -187,7 +185,7 @@ class NvmeTier(Tier):
         """Grow each file once for its share of a large block, not unit by unit."""
         units_each = -(-nbytes // self._unit_nbytes) // len(self._files)
         for file in self._files:
-            missing = units_each * self._unit_nbytes - file.free
+            missing = units_each * self._unit_nbytes - file.extents.free
             if missing > self._unit_nbytes:
                 try:
                     file.grow(missing, at_least=PAGE_NBYTES)
@@ -197,7 +195,7 @@ class NvmeTier(Tier):
     def _room(self) -> int:
         """Return the bytes that can still be reserved; directories on one file system share its space."""
         disks = {os.stat(file.directory).st_dev: free_nbytes(file.directory) for file in self._files}
-        return sum(file.free for file in self._files) + sum(disks.values())
+        return sum(file.extents.free for file in self._files) + sum(disks.values())
 
     def _where(self) -> str:
         return ", ".join(str(file.directory) for file in self._files)
@@ -217,102 +215,87 @@ class NvmeTier(Tier):
             await _over(earlier)
         if position is not None and not data.is_cuda:
             await _reached(position)
-        move = self._write_piece if writes else self._read_piece
         pieces = cut(record, data, offset, self._unit_nbytes)
         # Wait for all of them, even after a failure: the caller's memory must not be touched after this returns.
-        results = await asyncio.gather(*(move(record, piece, position) for piece in pieces), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._move_piece(record, piece, position, writes) for piece in pieces), return_exceptions=True
+        )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _write_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None) -> None:
-        file = piece.unit.file
+    async def _move_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None, writes: bool) -> None:
+        directory = piece.unit.file.directory
+        if not writes and piece.index in record.broken:
+            why = record.broken[piece.index]
+            fact = f"{format_nbytes(piece.nbytes)} in {directory} cannot be read: their last write failed ({why})"
+            raise TierError(fact, tier=self.name, path=str(directory))
         try:
-            if piece.in_place and (piece.whole or not self._verify):
-                await self._write_in_place(piece)
+            if not piece.in_place or (self._verify and not piece.whole):
+                await self._move_staged(piece, position, writes)
             else:
-                await self._write_staged(piece, position)
+                await self._move_in_place(piece, writes)
         except OSError as error:
-            record.broken[piece.index] = str(error.strerror or error)
-            raise disk_error(error, file.directory, "write", piece.nbytes) from error
-        if piece.whole:
+            if writes:
+                record.broken[piece.index] = str(error.strerror or error)
+            raise disk_error(error, directory, "write" if writes else "read", piece.nbytes) from error
+        if writes and piece.whole:
             record.broken.pop(piece.index, None)
 
-    async def _read_piece(self, record: Record, piece: Piece, position: torch.cuda.Event | None) -> None:
-        file = piece.unit.file
-        if piece.index in record.broken:
-            why = record.broken[piece.index]
-            fact = f"{format_nbytes(piece.nbytes)} in {file.directory} cannot be read: their last write failed ({why})"
-            raise TierError(fact, tier=self.name, path=str(file.directory))
-        try:
-            if piece.in_place and (piece.whole or not self._verify):
-                await self._read_in_place(piece)
-            else:
-                await self._read_staged(piece, position)
-        except OSError as error:
-            raise disk_error(error, file.directory, "read", piece.nbytes) from error
-
-    async def _write_in_place(self, piece: Piece) -> None:
-        unit, memory = piece.unit, memory_of(piece.data)
-        body = piece.body_nbytes
-        async with _Turn(self, unit.file.writers) as worker:
-            if self._verify:
+    async def _move_in_place(self, piece: Piece, writes: bool) -> None:
+        """Move whole pages from or to the caller's memory, and what is left of the last one through a page."""
+        unit, memory, body = piece.unit, memory_of(piece.data), piece.body_nbytes
+        queue, start = unit.file.writers if writes else unit.file.readers, unit.start + piece.start
+        if body < len(memory):
+            async with self._tails.buffer(PAGE_NBYTES) as page, self._turn(queue) as worker:
+                tail = page.bytes[: len(memory) - body]
+                if writes:
+                    tail.copy_(piece.data[body:])
+                    await worker.write(start + body, page.memory)
+                else:
+                    await worker.read(start + body, page.memory)
+                    piece.data[body:].copy_(tail)
+        async with self._turn(queue) as worker:
+            if self._verify and writes:
                 unit.checksum = await worker.call(zlib.crc32, memory)
             if body:
-                await worker.write(unit.start + piece.start, memory[:body])
-        if body < len(memory):
-            async with self._tails.buffer(PAGE_NBYTES) as page, _Turn(self, unit.file.writers) as worker:
-                page.bytes[: len(memory) - body].copy_(piece.data[body:])
-                await worker.write(unit.start + piece.start + body, page.memory)
-
-    async def _read_in_place(self, piece: Piece) -> None:
-        unit, memory = piece.unit, memory_of(piece.data)
-        body = piece.body_nbytes
-        if body < len(memory):
-            async with self._tails.buffer(PAGE_NBYTES) as page, _Turn(self, unit.file.readers) as worker:
-                await worker.read(unit.start + piece.start + body, page.memory)
-                piece.data[body:].copy_(page.bytes[: len(memory) - body])
-        async with _Turn(self, unit.file.readers) as worker:
-            if body:
-                await worker.read(unit.start + piece.start, memory[:body])
-            if self._verify:
+                await (worker.write if writes else worker.read)(start, memory[:body])
+            if self._verify and not writes:
                 await self._compare(worker, unit, memory)
 
-    async def _write_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
-        unit = piece.unit
-        first, last = self._window(piece)
+    async def _move_staged(self, piece: Piece, position: torch.cuda.Event | None, writes: bool) -> None:
+        """Move the whole pages around a piece through a buffer, or its whole unit if a checksum needs it."""
+        unit, queue = piece.unit, piece.unit.file.writers if writes else piece.unit.file.readers
+        first = 0 if self._verify else piece.start // PAGE_NBYTES * PAGE_NBYTES
+        last = round_up(unit.nbytes if self._verify else piece.end, PAGE_NBYTES)
         async with (
             self._staging.buffer(last - first, piece.data.is_cuda) as pages,
-            _Turn(self, unit.file.writers) as worker,
+            self._turn(queue) as worker,
         ):
             window = pages.bytes[: last - first]
-            if piece.start > first or piece.end < min(last, unit.nbytes):
+            part = window[piece.start - first : piece.end - first]
+            if not writes or piece.start > first or piece.end < min(last, unit.nbytes):
                 await worker.read(unit.start + first, memory_of(window))
-            part = window[piece.start - first : piece.end - first]
-            await worker.call(self._copy, piece.data, part, position)
-            if self._verify:
-                unit.checksum = await worker.call(zlib.crc32, memory_of(window[: unit.nbytes]))
-            await worker.write(unit.start + first, memory_of(window))
+            if writes:
+                await worker.call(self._copy, piece.data, part, position)
+                if self._verify:
+                    unit.checksum = await worker.call(zlib.crc32, memory_of(window[: unit.nbytes]))
+                await worker.write(unit.start + first, memory_of(window))
+            else:
+                if self._verify:
+                    await self._compare(worker, unit, memory_of(window[: unit.nbytes]))
+                await worker.call(self._copy, part, piece.data, position)
 
-    async def _read_staged(self, piece: Piece, position: torch.cuda.Event | None) -> None:
-        unit = piece.unit
-        first, last = self._window(piece)
-        async with (
-            self._staging.buffer(last - first, piece.data.is_cuda) as pages,
-            _Turn(self, unit.file.readers) as worker,
-        ):
-            window = pages.bytes[: last - first]
-            await worker.read(unit.start + first, memory_of(window))
-            if self._verify:
-                await self._compare(worker, unit, memory_of(window[: unit.nbytes]))
-            part = window[piece.start - first : piece.end - first]
-            await worker.call(self._copy, part, piece.data, position)
-
-    def _window(self, piece: Piece) -> tuple[int, int]:
-        """Return the whole pages around a piece, or around its whole unit if a checksum needs it."""
-        if self._verify:
-            return 0, round_up(piece.unit.nbytes, PAGE_NBYTES)
-        return piece.start // PAGE_NBYTES * PAGE_NBYTES, round_up(piece.end, PAGE_NBYTES)
+    @contextlib.asynccontextmanager
+    async def _turn(self, queue: asyncio.Queue[FileWorker]) -> AsyncIterator[FileWorker]:
+        """Lend a worker; buffers are always taken before a worker, so that there is no deadlock."""
+        worker = await queue.get()
+        try:
+            if self._aborted:
+                raise TierError("nvme was closed with this transfer in flight", tier=self.name)
+            yield worker
+        finally:
+            queue.put_nowait(worker)
 
     async def _compare(self, worker: FileWorker, unit: Unit, memory: memoryview) -> None:
         if unit.checksum is not None and await worker.call(zlib.crc32, memory) != unit.checksum:
@@ -330,7 +313,7 @@ class NvmeTier(Tier):
             target.copy_(source)
             return
         device, direction = (target.device, "up") if target.is_cuda else (source.device, "down")
-        stream = self._copier.stream(device, direction)
+        stream = self._copier.stream(current_stream(device), device, direction)
         event = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             if position is not None:
@@ -351,24 +334,6 @@ def _close_at_exit() -> None:
 # Open tiers are closed before the interpreter exits, so that their loop threads are not inside torch at that time.
 # This private hook runs while executors still work; the public `atexit` runs after they have shut down.
 getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
-
-
-class _Turn:
-    """Holds a worker during a `with` block; buffers are always taken before a worker, so that there is no deadlock."""
-
-    def __init__(self, tier: NvmeTier, queue: asyncio.Queue[FileWorker]) -> None:
-        self._tier = tier
-        self._queue = queue
-
-    async def __aenter__(self) -> FileWorker:
-        self._worker = await self._queue.get()
-        if self._tier._aborted:
-            self._queue.put_nowait(self._worker)
-            raise TierError("nvme was closed with this transfer in flight", tier=self._tier.name)
-        return self._worker
-
-    async def __aexit__(self, *_: object) -> None:
-        self._queue.put_nowait(self._worker)
 
 
 async def _over(transfer: Transfer) -> None:

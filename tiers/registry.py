@@ -46,16 +46,18 @@ def available() -> dict[str, str]:
 
 
 def open_tier(name: str, **options: Any) -> Tier:
-    """Return a new tier of that name (`cpu` means `dram`), made with `options`."""
-    return tier_class(name)(**options)
-
-
-def tier_class(name: str) -> type[Tier]:
-    """Return the class behind a tier's name, importing it now."""
+    """Return a new tier of that name (`cpu` means `dram`), made with `options`; its class is imported now."""
     known = available()
     dotted = known.get(ALIASES.get(name, name))
     if dotted is None:
-        raise _unknown(name, [*known, *ALIASES])
+        names = [*known, *ALIASES]
+        close = get_close_matches(name, names, n=2, cutoff=0.5)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        raise TierError(
+            f"there is no tier {name!r}; there are {', '.join(sorted(names))}",
+            tier=name,
+            hint=f"{meant}install the package that offers it (entry-point group {ENTRY_POINT_GROUP})",
+        )
     try:
         found: type[Tier] = pkgutil.resolve_name(dotted)
     except (ImportError, AttributeError) as error:
@@ -64,14 +66,4 @@ def tier_class(name: str) -> type[Tier]:
             tier=name,
             hint=f"install or repair the package that offers {dotted.partition(':')[0].partition('.')[0]}",
         ) from error
-    return found
-
-
-def _unknown(name: str, known: list[str]) -> TierError:
-    close = get_close_matches(name, known, n=2, cutoff=0.5)
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
-    return TierError(
-        f"there is no tier {name!r}; there are {', '.join(sorted(known))}",
-        tier=name,
-        hint=f"{meant}install the package that offers it (entry-point group {ENTRY_POINT_GROUP})",
-    )
+    return found(**options)

@@ -32,11 +32,6 @@ class Staging:
         self._awaited: dict[Pages, asyncio.Future[None]] = {}
         """Buffers that are lent on when they come back."""
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the buffers made so far."""
-        return sum(pages.nbytes for pages in self.made)
-
     @asynccontextmanager
     async def buffer(self, nbytes: int, pinned: bool = False) -> AsyncIterator[Pages]:
         """Lend a buffer whose first `nbytes` are used; `pinned` for bytes of a GPU (unpinned where that is refused)."""
@@ -70,15 +65,13 @@ class Staging:
     def _take(self, nbytes: int) -> Pages:
         """Return the free buffer that was used least of those used as far as `nbytes`; else the one used most."""
         fitting = [pages for pages in self._free if self._used[pages] >= nbytes]
-        if fitting:
-            pages = min(fitting, key=self._used.__getitem__)
-        elif self._free:
-            pages = max(self._free, key=self._used.__getitem__)
+        used = self._used.__getitem__
+        pages = min(fitting, key=used) if fitting else max(self._free, key=used, default=None)
+        if pages is not None:
+            self._free.remove(pages)
         else:
             pages = Pages(self._nbytes)
             self.made.append(pages)
-        if pages in self._free:
-            self._free.remove(pages)
         self._used[pages] = max(nbytes, self._used.get(pages, 0))
         return pages
 

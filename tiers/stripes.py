@@ -41,7 +41,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Return the piece's length."""
         return self.end - self.start
 
     @property

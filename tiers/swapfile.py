@@ -24,7 +24,6 @@ from tiers.pages import Pages
 
 PREFIX = ".zerocli-swap-"
 TIER = "nvme"
-_PREWRITE_NBYTES = 8 << 20
 
 
 def disk_error(error: OSError, path: Path, action: str, nbytes: int = 0) -> TierError:
@@ -65,15 +64,15 @@ def free_nbytes(path: Path) -> int:
 class SwapFile:
     """A swap file in `directory`: extents of it are taken and given back, workers move bytes."""
 
-    def __init__(self, directory: Path, direct: bool | Literal["auto"], grow_nbytes: int, prewrite: bool) -> None:
+    def __init__(self, directory: Path, direct: bool | Literal["auto"], grow_nbytes: int) -> None:
         self.directory = directory
         self.notes: list[str] = []
         self.readers: asyncio.Queue[FileWorker] = asyncio.Queue()
         self.writers: asyncio.Queue[FileWorker] = asyncio.Queue()
         self._workers: list[FileWorker] = []
-        self._extents = Extents()
+        self.extents = Extents()
+        """What the file takes on disk, and which of it is in use."""
         self._grow_nbytes = grow_nbytes
-        self._prewrite = prewrite
         _check_directory(directory)
         sweep(directory)
         self.path, self.fd = self._create()
@@ -84,16 +83,6 @@ class SwapFile:
             self._remove()
             os.close(self.fd)
             raise
-
-    @property
-    def size(self) -> int:
-        """Return the bytes the file takes on disk."""
-        return self._extents.size
-
-    @property
-    def free(self) -> int:
-        """Return the unused bytes inside the file."""
-        return self._extents.free
 
     async def open_workers(self, worker_class: type[FileWorker], num_readers: int, num_writers: int) -> None:
         """Open every handle, then unlink the file."""
@@ -108,16 +97,12 @@ class SwapFile:
 
     def take(self, nbytes: int, growth_limit: int) -> int:
         """Reserve `nbytes` (whole pages), growing the file if needed, and return their start."""
-        start = self._extents.take(nbytes)
+        start = self.extents.take(nbytes)
         if start is None:
             self.grow(max(nbytes, min(self._grow_nbytes, growth_limit)), at_least=nbytes)
-            start = self._extents.take(nbytes)
+            start = self.extents.take(nbytes)
         assert start is not None
         return start
-
-    def give(self, start: int, nbytes: int) -> None:
-        """Make reserved bytes free again."""
-        self._extents.give(start, nbytes)
 
     def grow(self, nbytes: int, at_least: int) -> None:
         """Reserve `nbytes` more on disk, or as much as fits, but at least `at_least`."""
@@ -127,11 +112,9 @@ class SwapFile:
             raise disk_error(OSError(errno.ENOSPC, "disk full"), self.directory, "reserve", nbytes)
         try:
             self._reserve(nbytes)
-            if self._prewrite:
-                self._write_once(self.size, nbytes)
         except OSError as error:
             raise disk_error(error, self.directory, "reserve", nbytes) from error
-        self._extents.grow(nbytes)
+        self.extents.grow(nbytes)
 
     async def close(self) -> None:
         """Close every handle; the file is gone after this."""
@@ -199,22 +182,11 @@ class SwapFile:
 
     def _reserve(self, nbytes: int) -> None:
         try:
-            os.posix_fallocate(self.fd, self.size, nbytes)
+            os.posix_fallocate(self.fd, self.extents.size, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            os.ftruncate(self.fd, self.size + nbytes)
-
-    def _write_once(self, start: int, nbytes: int) -> None:
-        """Write zeros to a new region: the first write has to allocate blocks, and is much slower than later ones."""
-        zeros = Pages(min(nbytes, _PREWRITE_NBYTES))
-        memory = zeros.memory
-        # Use the workers' mode: data written with O_DIRECT must not have stale copies in the page cache.
-        if self.direct:
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
-        done = 0
-        while done < nbytes:
-            done += os.pwritev(self.fd, [memory[: nbytes - done]], start + done)
+            os.ftruncate(self.fd, self.extents.size + nbytes)
 
     def _remove_name(self) -> bool:
         try:

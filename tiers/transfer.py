@@ -46,7 +46,8 @@ class Transfer:
         """A description of the bytes for messages, if their owner has set it."""
         self.event = event
         """The event at the end of a CUDA copy; None for any other transfer."""
-        self._tier = tier
+        self.tier = tier
+        """The name of the tier that it reads or writes."""
         self.future = future
         """The future of the host's part; None if there is none, or it ended immediately."""
         self._hold = tuple(hold)
@@ -102,11 +103,6 @@ class Transfer:
         return self.future is not None and not self.future.done()
 
     @property
-    def tier(self) -> str:
-        """The name of the tier that it reads or writes."""
-        return self._tier
-
-    @property
     def done(self) -> bool:
         """Whether the transfer has ended, with or without an error; never waits.
 
@@ -133,7 +129,7 @@ class Transfer:
         return self._cancelled() if self.future.cancelled() else self.future.exception()
 
     def _cancelled(self) -> TierError:
-        return TierError(f"{self._tier} was closed before {self.nbytes} bytes had moved", tier=self._tier)
+        return TierError(f"{self.tier} was closed before {self.nbytes} bytes had moved", tier=self.tier)
 
     def _drop_tensors(self, _: Future[None]) -> None:
         if self.event is None:
@@ -148,7 +144,7 @@ class JointTransfer(Transfer):
     """Several transfers of the same bytes; it ends when all of them have."""
 
     def __init__(self, parts: Sequence[Transfer]) -> None:
-        super().__init__(parts[0].nbytes)
+        super().__init__(parts[0].nbytes, tier=parts[0].tier)
         self._parts = tuple(parts)
 
     def wait(self) -> None:

@@ -13,7 +13,7 @@ from ranks import run_cases
 from small_gpt import make, train_step
 from toy_tiers import NVME
 
-from offload import Record
+from offload.record import Record
 from zerocli.engine.events import Events
 from zerocli.errors import Refused
 from zerocli.layout.recompute import Recompute

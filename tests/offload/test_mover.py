@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import weakref
 from collections import Counter
@@ -41,7 +42,7 @@ class Disk(Tardy):
 
 def make(sizes: list[int], budget: int) -> tuple[list[StagedStore], Mover, Counter]:
     disk, traffic = Disk(1 << 26, pin=False), Counter()
-    mover = Mover(budget, lambda nbytes: DramTier(nbytes, pin=False))
+    mover = Mover(budget, functools.cache(lambda nbytes: DramTier(nbytes, pin=False)))
     stores = [StagedStore(mover, disk, "parameters", size, torch.int32, traffic) for size in sizes]
     for number, store in enumerate(stores):
         store.put(0, torch.full((store.numel,), number, dtype=torch.int32)).synchronize()
@@ -113,8 +114,7 @@ class Streaming(DramTier):
 
 def test_copies_that_made_room_take_no_memory_though_nobody_waits_for_their_reads():
     stores, mover, _ = make([1024, 3 * 1024], 3 * PAGE)
-    mover._open_cache = lambda nbytes: Streaming(nbytes, pin=False, arena_nbytes=PAGE)
-    mover._cache = None
+    mover._open_cache = functools.cache(lambda nbytes: Streaming(nbytes, pin=False, arena_nbytes=PAGE))
     mover._copies.clear()
     mover.expect([(stores[0], True)])
     mapping = weakref.ref(mover.cache._arenas[0].pages._mapping)

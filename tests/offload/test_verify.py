@@ -270,7 +270,7 @@ def test_any_mix_of_ranges_is_verified(monkeypatch, staged):
     monkeypatch.setattr(offload.verify, "CELL_NBYTES", 64)
     dice, numel = random.Random(3), 300
     tier = open_tier("dram", capacity=1 << 20)
-    mover = Mover(1 << 16, lambda nbytes: open_tier("dram", capacity=nbytes))
+    mover = Mover(1 << 16, functools.cache(lambda nbytes: open_tier("dram", capacity=nbytes)))
     about = (tier, "parameters", numel, torch.int16, Counter())
     for trial in range(8):
         store = StagedStore(mover, *about, Verifier()) if staged else Store(*about, Verifier())

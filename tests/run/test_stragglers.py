@@ -78,15 +78,16 @@ def slow_data(rank: int, folder: str) -> str:
 
 
 def slow_disk(rank: int, folder: str) -> str:
-    slow, read = Slow(), NvmeTier._read_piece
+    slow, move = Slow(), NvmeTier._move_piece
 
     async def delayed(*given: object) -> None:
         early = slow.seconds[1:RECENT]  # later ones wait for these reads
-        await asyncio.sleep(TIMES * max(early) if len(slow.seconds) > RECENT else 0.0)
-        await read(*given)
+        writes = given[-1]
+        await asyncio.sleep(TIMES * max(early) if len(slow.seconds) > RECENT and not writes else 0.0)
+        await move(*given)
 
     if rank == 1:
-        steps.micro_step, NvmeTier._read_piece = slow.micro_step, delayed
+        steps.micro_step, NvmeTier._move_piece = slow.micro_step, delayed
     return folder
 
 

@@ -82,7 +82,7 @@ class TestNvmeTwoDirectories(TestNvme):
 
 class TestNvmeUnverified(TestNvme):
     num_directories = 2
-    options = {"verify": False, "prewrite": True}
+    options = {"verify": False}
 
     def poke(self, block: Block, data: bytes) -> bool:
         done = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+from unittest import mock
 
 import pytest
 import torch
@@ -35,16 +37,16 @@ class PretendRegistrar(Registrar):
         del self.held[address]
 
 
-def machine(tmp_path, meminfo="MemAvailable: 104857600 kB\n", cgroup="0::/\n", memlock="unlimited", **files):
+def machine(tmp_path, meminfo="MemAvailable: 104857600 kB\n", cgroup="0::/\n", memlock=resource.RLIM_INFINITY, **files):
     """Lay out the files of a machine below `tmp_path` and return what is read from them."""
     files = {name.replace("__", "/"): text for name, text in files.items()}
-    limits = f"Limit  Soft Limit  Hard Limit  Units\nMax locked memory         {memlock}   unlimited   bytes\n"
-    files |= {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup, "proc/self/limits": limits}
+    files |= {"proc/meminfo": meminfo, "proc/self/cgroup": cgroup}
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return read_limits(tmp_path)
+    with mock.patch("resource.getrlimit", return_value=(memlock, resource.RLIM_INFINITY)):
+        return read_limits(tmp_path)
 
 
 def test_without_cgroup_limits_the_system_decides(tmp_path):
@@ -59,7 +61,7 @@ def test_a_v2_limit_less_usage_decides_and_idle_cache_is_not_usage(tmp_path):
     (group / "memory.max").write_text(f"{20 * GIB}\n")
     (group / "memory.current").write_text(f"{8 * GIB}\n")
     (group / "memory.stat").write_text(f"anon 1\ninactive_file {2 * GIB}\n")
-    limits = machine(tmp_path, cgroup="0::/job/step\n", memlock="8388608")
+    limits = machine(tmp_path, cgroup="0::/job/step\n", memlock=8388608)
     assert limits == HostLimits(14 * GIB, 20 * GIB, 8 * MIB)
     assert limits.describe() == "14 GiB free (cgroup limit 20 GiB), memlock 8 MiB"
 
@@ -102,8 +104,9 @@ def test_this_machine_can_be_read():
     assert "free" in limits.describe()
 
 
-def test_capacity_is_what_the_machine_has_left():
-    with DramTier(limits=HostLimits(3 * MIB, 4 * MIB, None)) as tier:
+def test_capacity_is_what_the_machine_has_left(monkeypatch):
+    monkeypatch.setattr("tiers.dram.read_limits", lambda: HostLimits(3 * MIB, 4 * MIB, None))
+    with DramTier() as tier:
         assert tier.capacity == 3 * MIB
         tier.free(tier.allocate(3 * MIB))
         with pytest.raises(TierFull) as full:
@@ -111,8 +114,9 @@ def test_capacity_is_what_the_machine_has_left():
         assert full.value.available == 3 * MIB
 
 
-def test_a_budget_beyond_the_machine_is_full_where_the_machine_is():
-    with DramTier(100 * MIB, limits=HostLimits(3 * MIB, 4 * MIB, None)) as tier:
+def test_a_budget_beyond_the_machine_is_full_where_the_machine_is(monkeypatch):
+    monkeypatch.setattr("tiers.dram.read_limits", lambda: HostLimits(3 * MIB, 4 * MIB, None))
+    with DramTier(100 * MIB) as tier:
         with pytest.raises(TierFull, match="8 MiB needed, 3 MiB free .*cgroup limit 4 MiB") as full:
             tier.allocate(8 * MIB)
         assert (full.value.needed, full.value.available) == (8 * MIB, 3 * MIB)
@@ -150,10 +154,10 @@ def test_empty_arenas_make_way_for_a_larger_block():
     assert registrar.held == {}
 
 
-def test_refused_pinning_names_the_limit_and_the_bytes():
+def test_refused_pinning_names_the_limit_and_the_bytes(monkeypatch):
     registrar = PretendRegistrar(limit=2 * MIB)
-    limits = HostLimits(GIB, None, 2 * MIB)
-    with DramTier(64 * MIB, pin=True, arena_nbytes=MIB, registrar=registrar, limits=limits) as tier:
+    monkeypatch.setattr("tiers.dram.read_limits", lambda: HostLimits(GIB, None, 2 * MIB))
+    with DramTier(64 * MIB, pin=True, arena_nbytes=MIB, registrar=registrar) as tier:
         tier.allocate(2 * MIB)
         with pytest.raises(TierError, match=r"pinning 5 MiB .*refused .*memlock limit 2 MiB") as error:
             tier.allocate(3 * MIB)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from offload import Record, Store
-from offload.record import UNIT
+from offload.record import UNIT, Record
+from offload.store import Store
 from tiers.transfer import Transfer
 from zerocli.engine.units.master import REMAINDER, join, split
 from zerocli.engine.units.unit import MASTER, Flat

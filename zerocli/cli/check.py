@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from offload import Placement
+from offload.placement import Placement
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.check import table

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from offload import HBM, Placement, Record, Share, Store
 from offload.mover import StagedStore
+from offload.placement import HBM, Placement, Share
+from offload.record import Record
+from offload.store import Store
 from offload.tierset import shortage
 from zerocli.engine.guards.aliases import Aliases
 from zerocli.engine.states import materialise

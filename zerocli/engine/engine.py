@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload import Placement, per_rank
 from offload.mover import Mover
+from offload.placement import Placement, per_rank
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
@@ -40,9 +40,9 @@ from zerocli.engine.guards.parameters import guard, is_sharded, unguard
 from zerocli.engine.optimizer.compiled_update import CompiledAdam
 from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.facade import ShardedOptimizer
-from zerocli.engine.optimizer.fused import can_fuse
 from zerocli.engine.optimizer.groups import arrange
 from zerocli.engine.optimizer.optim import StepValues
+from zerocli.engine.optimizer.piece import can_fuse
 from zerocli.engine.optimizer.rules import make_optimizer, prove, unsuitable
 from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norms, scaling
 from zerocli.engine.optimizer.update import Updater

@@ -176,7 +176,7 @@ def bucket_limit(flats: Sequence[FlatSpec], sizing: Sizing) -> int:
 
     Two, used alternately; with offloaded gradients, enough for one unit to be in flight while the next one fills.
     """
-    if not _leaves(flats):
+    if all(flat.tiers["gradients"] == HBM for flat in flats):
         return 2
     smallest = min(bucket_numel(flats, sizing, wire) for wire in _wires(flats, sizing))
     return min(MAX_BUCKETS, -(-max(flat.total for flat in flats) // smallest) + 1)
@@ -215,10 +215,6 @@ def num_buckets(flats: Sequence[FlatSpec], sizing: Sizing, numel: int) -> int:
 
 def _wires(flats: Sequence[FlatSpec], sizing: Sizing) -> list[int]:
     return list(dict.fromkeys(sizing.wire_width(flat.width) for flat in flats))
-
-
-def _leaves(flats: Sequence[FlatSpec]) -> bool:
-    return any(flat.tiers["gradients"] != HBM for flat in flats)
 
 
 # -- the update --------------------------------------------------------------------------------------------------------
@@ -286,19 +282,14 @@ class Turns:
 
 def cpu_copies(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     """Yield the buffers of host memory through which gradients and parameters of the device pass for the CPU."""
-    widths = [
-        min(CPU_GROUP * sizing.chunk, flat.held.numel) * sum(copied_widths(flat, sizing).values())
-        for flat in flats
-        if takes_turns(flat, sizing)
-    ]
-    if nbytes := max(widths, default=0):
-        yield from [Spec("buffers", CPU_COPIES, nbytes, 1, "dram")] * NUM_CPU_COPIES
-
-
-def copied_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
-    """Return the bytes per element of what is copied from the device for a CPU that takes turns, by kind."""
-    widths = {"gradients": sizing.grad_width(flat.width), "parameters": flat.width}
-    return {kind: width for kind, width in widths.items() if flat.tiers[kind] == HBM}
+    most = 0
+    for flat in flats:
+        if takes_turns(flat, sizing):
+            widths = {"gradients": sizing.grad_width(flat.width), "parameters": flat.width}
+            width = sum(width for kind, width in widths.items() if flat.tiers[kind] == HBM)
+            most = max(most, min(CPU_GROUP * sizing.chunk, flat.held.numel) * width)
+    if most:
+        yield from [Spec("buffers", CPU_COPIES, most, 1, "dram")] * NUM_CPU_COPIES
 
 
 def slot_widths(flat: FlatSpec, sizing: Sizing) -> dict[str, int]:
@@ -376,15 +367,13 @@ def update_scratch(flats: Sequence[FlatSpec], sizing: Sizing) -> Iterator[Spec]:
     That is one array for narrower gradients, and two for a split master that is joined and split again. A fused update
     needs none.
     """
+    flats = [flat for flat in flats if not fuses(flat, sizing)]
     for narrower, arrays in (
         ([flat for flat in flats if sizing.grad_width(flat.width) < FP32], 1),
         ([flat for flat in flats if flat.width < FP32 and sizing.split_master], 2),
     ):
         for device in dict.fromkeys(update_device(flat, sizing) for flat in narrower):
             alike = [flat for flat in narrower if update_device(flat, sizing) == device]
-            alike = [flat for flat in alike if not fuses(flat, sizing)]
-            if not alike:
-                continue
             numel = max(sizing.update_chunk(flat.width, device) for flat in alike)
             if device != "cpu":  # a GPU converts a fetched chunk in one piece
                 fetched = [flat for flat in alike if flat.offloaded]

@@ -19,11 +19,6 @@ REMAINDER = 2
 """Bytes per element of a split master's remainder."""
 
 
-def grad_width(width: int, accumulate: int, reduce: str) -> int:
-    """Return the bytes per gradient element: the compute dtype's, or fp32's if several gradients are accumulated."""
-    return width if accumulate == 1 and reduce == "compute" else FP32
-
-
 NEARLY = 64
 """Flats share gather buffers if the smaller one lacks at most this part of itself: one 64th."""
 
@@ -61,8 +56,8 @@ class Sizing:
     """Threads that update on the CPU; a plan, which may be of another machine, counts the scratch memory of one."""
 
     def grad_width(self, width: int) -> int:
-        """Return the bytes per gradient element."""
-        return grad_width(width, self.accumulate, self.reduce)
+        """Return the bytes per gradient element: the compute dtype's, or fp32's if several are accumulated."""
+        return width if self.accumulate == 1 and self.reduce == "compute" else FP32
 
     def wire_width(self, width: int) -> int:
         """Return the bytes per gradient element during reduction."""
@@ -192,13 +187,11 @@ def place(flats: Iterable[FlatSpec], placement: Placement, sizing: Sizing) -> li
     An empty piece (an optimizer without states) stays on the device.
     """
     spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
-    placed = [_placed(flat, spills, sizing) for flat in flats]
-    rooms = shared_rooms(placed, sizing)
-    return [in_room(flat, rooms) for flat in placed]
+    return in_rooms([_placed(flat, spills, sizing) for flat in flats], sizing)
 
 
-def shared_rooms(flats: Iterable[FlatSpec], sizing: Sizing) -> dict[tuple[int, int, int], int]:
-    """Return the elements of a gather buffer, by `gather_size`, where a larger flat's serves a smaller one too.
+def in_rooms(flats: Sequence[FlatSpec], sizing: Sizing) -> list[FlatSpec]:
+    """Return the flats with the size of their gather buffers: that of a larger flat if it serves a smaller one too.
 
     An output layer with the last norm is a little larger than the embedding, and they are never used together. Encoded
     flats, which are those of equal blocks, have buffers of their own.
@@ -211,13 +204,9 @@ def shared_rooms(flats: Iterable[FlatSpec], sizing: Sizing) -> dict[tuple[int, i
         if numel * (1 + 1 / NEARLY) < largest.get(width, 0) or width not in largest:
             largest[width] = numel
         rooms[size] = largest[width]
-    return rooms
-
-
-def in_room(flat: FlatSpec, rooms: Mapping[tuple[int, int, int], int]) -> FlatSpec:
-    """Return the flat with the size of its gather buffers."""
-    room = rooms.get(flat.gather_size, flat.total) if not flat.codec else flat.total
-    return flat if room == flat.total else dataclasses.replace(flat, room=room)
+    found = [flat.total if flat.codec else rooms.get(flat.gather_size, flat.total) for flat in flats]
+    pairs = zip(flats, found, strict=True)
+    return [flat if room == flat.total else dataclasses.replace(flat, room=room) for flat, room in pairs]
 
 
 def _placed(flat: FlatSpec, spills: Mapping[str, Spill], sizing: Sizing) -> FlatSpec:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload import Store
 from offload.mover import StagedStore
+from offload.store import Store
 from tiers.base import Block
 from tiers.pages import resident_nbytes
 from zerocli.engine.engine import Engine

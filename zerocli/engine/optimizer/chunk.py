@@ -12,9 +12,8 @@ from offload.record import UNIT
 from tiers.transfer import Transfer
 from zerocli.engine.guards.holders import mark_own
 from zerocli.engine.optimizer.counts import Part
-from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues
-from zerocli.engine.optimizer.piece import PieceUpdate, empty_beside
+from zerocli.engine.optimizer.piece import PieceUpdate, empty_beside, fused_update
 from zerocli.engine.streams import StreamEvent, Waits
 from zerocli.engine.units.master import REMAINDER, narrow
 from zerocli.engine.units.unit import MASTER, Flat
@@ -68,7 +67,7 @@ class ChunkUpdate:
     def __init__(
         self, rule: FlatOptimizer, device: torch.device, sizing: Sizing, pieces: PieceUpdate, waits: Waits
     ) -> None:
-        self._device, self._pieces, self._waits = device, pieces, waits
+        self._device, self._sizing, self._pieces, self._waits = device, sizing, pieces, waits
         self.on_cpu = sizing.update_on_cpu
         self.before_update: Callable[[Flat], None] = lambda flat: None
         """Called before a flat's states change, on the update's stream: a checkpoint may still be reading them."""
@@ -171,9 +170,10 @@ class ChunkUpdate:
             cached = place.type == "cpu" or not flat.offloaded
             if self._pieces.is_compiled(grad, target, values):  # no scratch memory, unless to copy from another device
                 cached = any(each.device != place for each in (target, arrays.get(MASTER)) if each is not None)
+            numel = self._sizing.update_chunk(flat.spec.width, place.type) if cached else span.numel
             for part, group, history in chunk.parts:
                 at = values.at(history)
-                for piece in part.pieces(self._pieces.numel_at_once(flat.dtype, place) if cached else span.numel):
+                for piece in part.pieces(numel):
                     where = slice(piece.start, piece.stop)
                     self._pieces.update(where, arrays, grad, target, values, values.groups[group], at)
         self._send_back(chunk, slot)
@@ -204,7 +204,6 @@ class ChunkUpdate:
             memory = slot.parts.get("record")
             if memory is None:
                 memory = flat.record.local(span.start, span.stop)
-            assert memory is not None
             arrays |= flat.record.split(span.start, span.stop, memory)
         if flat.remainder is not None:
             arrays[REMAINDER] = flat.remainder[part]
@@ -217,12 +216,10 @@ class ChunkUpdate:
         if flat.gradient.held is not None:
             whole = span.numel == flat.gradient.held.numel() and not self.on_cpu
             return flat.gradient.held if whole else flat.gradient.held[span.start : span.stop].to(self.place(flat))
-        assert flat.gradient.store is not None
         if "grad" in slot.parts:
             return slot.parts["grad"]
-        local = flat.gradient.store.local(span.start, span.stop)
-        assert local is not None
-        return local
+        assert flat.gradient.store is not None
+        return flat.gradient.store.local(span.start, span.stop)
 
     def _target(self, chunk: Chunk, slot: Slot) -> torch.Tensor | None:
         """Return the memory of the chunk's parameters (compute dtype); None if the master is the parameters."""
@@ -233,9 +230,7 @@ class ChunkUpdate:
             assert flat.held_parameters is not None
             return flat.held_parameters[span.start : span.stop]
         if "parameters" not in chunk.passing:
-            local = flat.param_store.local(span.start, span.stop)
-            assert local is not None
-            return local
+            return flat.param_store.local(span.start, span.stop)
         if "parameters" in slot.parts:  # fetched: they are a part of the master
             return slot.parts["parameters"]
         return self._take(chunk, slot, "parameters", flat.dtype, span.numel)

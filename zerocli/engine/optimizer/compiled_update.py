@@ -18,13 +18,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from zerocli import machine
-from zerocli.engine.optimizer.optim import Arrays, At, FlatOptimizer, FusedAdam, Group, Piece, StepValues
+from zerocli.engine.optimizer.optim import Arrays, At, FusedAdam, Group, Piece, StepValues
 
 SOURCE = Path(__file__).with_name("adam.c")
 FLAGS = [
@@ -42,6 +42,8 @@ DEVICE_ROUNDING = 11
 VALUES = ("decay", "keep", "weight", "beta2", "square_weight", "step_size", "correction", "eps")
 """The numbers of a group in a step: Adam's decay, which is added to gradients; what AdamW's leaves of the master;
 1 - beta1, beta2, 1 - beta2; what the average is multiplied by; what the root of the squares is divided by; eps."""
+TRIED_NUMEL = 1 << 15
+"""Elements with which two kernels are compared."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, None: 3}
 """As adam.c numbers them."""
 
@@ -155,23 +157,23 @@ def open_beside(rule: FusedAdam) -> CompiledAdam:
     return CompiledAdam(rule, _library(), DEVICE_ROUNDING)
 
 
-def has_compiled(rule: FlatOptimizer) -> bool:
-    """Whether there is a kernel for the rule."""
-    return type(rule) is FusedAdam
-
-
-def _agrees(kernel: CompiledAdam, rule: FusedAdam, numel: int = 1 << 15) -> bool:
-    """Whether the kernel gives torch's bits for masters and states of all sizes, in several ways of stepping."""
-    generator = torch.Generator().manual_seed(numel)  # its own: a run draws from torch's
+def trials(rule: FusedAdam) -> Iterator[tuple[Group, Callable[[], torch.Tensor]]]:
+    """Yield several ways of stepping, each with a function that draws `TRIED_NUMEL` numbers of all sizes."""
+    generator = torch.Generator().manual_seed(TRIED_NUMEL)  # its own: a run draws from torch's
 
     def values() -> torch.Tensor:
-        size = torch.empty(numel).uniform_(-30, 5, generator=generator).exp_()
-        return torch.randn(numel, generator=generator).mul_(size)
+        size = torch.empty(TRIED_NUMEL).uniform_(-30, 5, generator=generator).exp_()
+        return torch.randn(TRIED_NUMEL, generator=generator).mul_(size)
 
     for lr, decay, beta1 in ((1e-3, 0.1, 0.9), (0.3, 0.0, 0.9), (1.0, 0.5, 0.3)):
+        yield Group(lr, decay, {**rule.defaults, "betas": (beta1, 0.95)}), values
+
+
+def _agrees(kernel: CompiledAdam, rule: FusedAdam) -> bool:
+    """Whether the kernel gives torch's bits for masters and states."""
+    for group, values in trials(rule):
         master, grad = values(), values()
         states = {name: values().square_() for name in rule.state_names}
-        group = Group(lr, decay, {**rule.defaults, "betas": (beta1, 0.95)})
         at = At(torch.tensor(3.0), torch.zeros(()))
         ours = [each.clone() for each in (master, *states.values())]
         kernel.update(Piece(None, ours[0], grad, dict(zip(states, ours[1:], strict=True)), group, at), 1.0)

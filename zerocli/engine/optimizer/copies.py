@@ -114,7 +114,7 @@ def _refuse_holder(value: Any, swaps: Swaps, where: str) -> None:
     """Raise Refused if a function or another object refers to a parameter, a module or an optimizer."""
     inner: list[Any] = []
     if isinstance(value, types.FunctionType):
-        inner = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        inner = [content(cell) for cell in value.__closure__ or ()]
     elif isinstance(value, types.MethodType):
         inner = [value.__self__]
     elif isinstance(value, nn.Module):
@@ -133,11 +133,12 @@ def _refuse_holder(value: Any, swaps: Swaps, where: str) -> None:
                 )
 
 
-def _filled(cell: Any) -> bool:
+def content(cell: types.CellType) -> Any:
+    """Return what a closure's cell holds; None if it is empty."""
     try:
-        return cell.cell_contents is not None
+        return cell.cell_contents
     except ValueError:
-        return False
+        return None
 
 
 def clone(optimizer: torch.optim.Optimizer, swaps: Swaps, seen: dict[int, Any], where: str = "") -> Any:

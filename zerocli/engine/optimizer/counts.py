@@ -29,10 +29,6 @@ class Counts:
         self._split = split
         """Called with a class and the new one that some of its parameters move to."""
 
-    @property
-    def num_classes(self) -> int:
-        return self.values.numel()
-
     def add(self, names: Iterable[str]) -> None:
         """Start counting these parameters from 0; those already counted keep their count."""
         new = [name for name in names if name not in self._class_of]
@@ -43,26 +39,16 @@ class Counts:
         self._class_of.update(dict.fromkeys(new, at))
         self.version += 1
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Stop counting these parameters."""
-        self.version += 1
-        for name in names:
-            self._class_of.pop(name, None)
-
     def _new_class(self, source: int | None) -> int:
+        new = self.values.numel()
         value = self.values.new_zeros(1) if source is None else self.values[source : source + 1]
         self.values = torch.cat([self.values, value])
         if source is not None:
-            self._split(source, self.num_classes - 1)
-        return self.num_classes - 1
+            self._split(source, new)
+        return new
 
     def class_of(self, name: str) -> int:
-        """Return the parameter's class."""
         return self._class_of[name]
-
-    def of(self, name: str) -> int:
-        """Return the parameter's number of updates; waits for the device."""
-        return int(self.values[self._class_of[name]].item())
 
     def by_name(self) -> dict[str, int]:
         """Return the count of every parameter; waits for the device."""
@@ -89,7 +75,7 @@ class Counts:
         members: dict[int, list[str]] = {}
         for name, at in self._class_of.items():
             members.setdefault(at, []).append(name)
-        active = dict.fromkeys(range(self.num_classes), 1.0)
+        active = [1.0] * self.values.numel()
         for at, names in members.items():
             behind = [name for name in names if name in inactive]
             if len(behind) == len(names):
@@ -98,8 +84,8 @@ class Counts:
                 new = self._new_class(at)
                 self._class_of.update(dict.fromkeys(behind, new))
                 self.version += 1
-                active[new] = 0.0
-        mask = torch.tensor([active[at] for at in range(self.num_classes)]).to(self.values.device, non_blocking=True)
+                active.append(0.0)
+        mask = torch.tensor(active).to(self.values.device, non_blocking=True)
         self.values = self.values + mask * counted
 
     def segments(self, layout: Layout, inactive: frozenset[str]) -> list[tuple[Span, int]]:

@@ -8,6 +8,7 @@ Its kernel rounds as the device's does: which of them updates a parameter change
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -26,7 +27,6 @@ from zerocli.layout.flats import Sizing
 
 POLL_SECONDS = 0.0005
 """How long the host waits for the CPU's part before it looks for other work."""
-Rows = list[list[float]]
 
 
 class Copies:
@@ -135,11 +135,9 @@ class CpuPart:
         return job.result()
 
     def _make_groups(self, chunks: list[Chunk], num_groups: int) -> list[Group]:
-        by_flat: dict[int, list[Chunk]] = {}
-        for chunk in chunks:
-            by_flat.setdefault(id(chunk.flat), []).append(chunk)
         groups: list[Group] = []
-        for found in by_flat.values():
+        for _, run in itertools.groupby(chunks, lambda chunk: id(chunk.flat)):
+            found = list(run)
             for at in range(0, len(found), CPU_GROUP):
                 copies = self._copies[len(groups) % len(self._copies)] if self._copies else None
                 last = at + CPU_GROUP >= len(found)
@@ -214,7 +212,7 @@ class CpuPart:
                     room.copy_(there[name][place], non_blocking=True)
             copies.arrived = SleepEvent(self._device)
 
-    def _fill(self, group: Group, rows: Rows, factor: float) -> None:
+    def _fill(self, group: Group, rows: list[list[float]], factor: float) -> None:
         """Give the calls their values, once all that they touch has arrived."""
         flat = group.flat
         if group.copies is not None and group.copies.arrived is not None:

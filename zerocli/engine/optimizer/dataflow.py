@@ -6,7 +6,8 @@ dependence between elements. It treats parameters one by one if no operation joi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,46 +47,25 @@ class TracedCount(int):
 
     seen: set[int] = set()
 
-    def _note(self, other: Any) -> None:
-        if isinstance(other, int | float) and abs(other) < 1e9:
-            TracedCount.seen.add(int(other))
-
     def __add__(self, other: Any) -> Any:
         return TracedCount(int(self) + other) if isinstance(other, int) else int(self) + other
 
     __radd__ = __iadd__ = __add__
 
-    def __mod__(self, other: Any) -> Any:
-        self._note(other)
-        return int(self) % other
 
-    def __floordiv__(self, other: Any) -> Any:
-        self._note(other)
-        return int(self) // other
+def _noting(name: str) -> Callable[[TracedCount, Any], Any]:
+    """Return an operator of numbers that records its second operand."""
 
-    def __eq__(self, other: object) -> bool:
-        self._note(other)
-        return int(self) == other
+    def operate(self: TracedCount, other: Any) -> Any:
+        if isinstance(other, int | float) and abs(other) < 1e9:
+            TracedCount.seen.add(int(other))
+        return getattr(operator, name)(int(self), other)
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    return operate
 
-    def __lt__(self, other: Any) -> bool:
-        self._note(other)
-        return bool(int(self) < other)
 
-    def __le__(self, other: Any) -> bool:
-        self._note(other)
-        return bool(int(self) <= other)
-
-    def __gt__(self, other: Any) -> bool:
-        return not self <= other
-
-    def __ge__(self, other: Any) -> bool:
-        return not self < other
-
-    def __hash__(self) -> int:
-        return hash(int(self))
+for _name in ("__mod__", "__floordiv__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(TracedCount, _name, _noting(_name))
 
 
 class Dataflow(TorchDispatchMode):
@@ -165,7 +145,8 @@ class Dataflow(TorchDispatchMode):
         if name.startswith("_foreach_") or name.startswith("_fused_"):
             self._mark_lists(args, kwargs, out, name)
         else:
-            changed = [a for a, s in zip(args, func._schema.arguments, strict=False) if _written(s)]
+            about = [argument.alias_info for argument in func._schema.arguments]
+            changed = [a for a, alias in zip(args, about, strict=False) if alias is not None and alias.is_write]
             for tensor in (*results, *tensors_in(changed)):
                 self._mark(tensor, owners, name)
         return out
@@ -190,10 +171,6 @@ class Dataflow(TorchDispatchMode):
             for tensor in row:
                 if tensor.numel() > 1 or owners:
                     self._mark(tensor, owners, name)
-
-
-def _written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _keeps_places(func: Any, name: str, given: list[torch.Tensor], results: list[torch.Tensor]) -> bool:

@@ -37,7 +37,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         parameters = dict(engine.model.named_parameters())
         self._schedule: Callable[[int], float] | None = lr if callable(lr) else None
         self._factors = arranged.factors
-        self._last: tuple[Group, ...] = ()
         self._instance: torch.optim.Optimizer | None = None
         members: list[list[nn.Parameter]] = [[] for _ in arranged.groups]
         for name, at in arranged.group_of.items():
@@ -48,7 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = params
             super().__init__([{"params": params} for params in members], optimizer.defaults)
             self.param_groups = optimizer.param_groups
-            self._refuse_hooks_of(optimizer)
+            if any(vars(optimizer).get(name) for name in HOOKS[2:]):
+                self._refuse_state_hook()
             self._replace_methods(optimizer)
             self._instance = optimizer
         else:
@@ -59,18 +59,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._members = [id(p) for group in self.param_groups for p in group["params"]]
         self.state = HeldStates(dict)
         if isinstance(self._rule, PersistentOptimizer):
-            self._show_groups_of(self._rule.adopt(parameters, arranged.group_of, engine.device))
+            made = self._rule.adopt(parameters, arranged.group_of, engine.device)
+            for own, group in zip(made.param_groups, self.param_groups, strict=True):
+                for key, value in group.items():
+                    if key != "params":
+                        own.setdefault(key, value)
+            self.param_groups = made.param_groups  # of the object that makes the steps: changes to them reach it
         elif self._instance is not None:
             self._instance.state = HeldStates(dict)
         self._rule.look(self.param_groups)
-
-    def _show_groups_of(self, made: torch.optim.Optimizer) -> None:
-        """Show the groups of the optimizer object that makes the steps, so that changes to them reach it."""
-        for own, group in zip(made.param_groups, self.param_groups, strict=True):
-            for key, value in group.items():
-                if key != "params":
-                    own.setdefault(key, value)
-        self.param_groups = made.param_groups
 
     def _replace_methods(self, instance: torch.optim.Optimizer) -> None:
         """Forward the methods of the user's instance to this one: its parameters no longer hold gradients."""
@@ -83,10 +80,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if hasattr(getattr(instance, name), "_wrapped_by_lr_sched"):
                 forward._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             setattr(instance, name, types.MethodType(forward, instance))
-
-    def _refuse_hooks_of(self, instance: torch.optim.Optimizer) -> None:
-        if any(vars(instance).get(name) for name in HOOKS[2:]):
-            self._refuse_state_hook()
 
     def run_hooks(self, when: str) -> None:
         """Run the step hooks of torch, of the user's instance and of this object, each once; `when` is pre or post."""
@@ -123,11 +116,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             Group(self._number(group, "lr"), self._number(group, "weight_decay"), self._rule.options_in(group), at)
             for at, group in enumerate(self.param_groups)
         )
-        if now != self._last:
-            for group in now:
-                self._rule.check(group)
-            self._last = now
-        return self._last
+        for group in now:
+            self._rule.check(group)
+        return now
 
     def _number(self, group: Mapping[str, Any], name: str) -> float:
         """Return a hyperparameter; an object that reads its groups itself may have any, or none."""
@@ -157,7 +148,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- torch's interface -----------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do `engine.step()`."""
         if closure is not None:
             raise ValueError("step() takes no closure: call engine.backward(loss) before it")
         return self._engine.step()
@@ -165,7 +155,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it, and run hooks that the engine runs itself
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do `engine.zero_grad(set_to_none)`."""
         self._engine.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -179,7 +168,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do `engine.load_optimizer_state_dict(state_dict)`."""
         self._engine.load_optimizer_state_dict(state_dict)
 
     def _refuse_state_hook(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def saved_groups(self) -> list[dict[str, Any]]:
         """Return the groups' plain hyperparameters, without parameters."""
         return [
-            {key: value for key, value in ((key, _plain(value)) for key, value in group.items()) if _is_plain(value)}
+            {key: plain for key, value in group.items() if _is_plain(plain := _plain(value))}
             for group in self.param_groups
         ]
 

@@ -98,6 +98,8 @@ class Row:
     master: Tensor
     grad: Tensor | None
     states: Arrays
+    group: Group
+    at: At
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ class FlatOptimizer(ABC):
 
     whole = False
     """Whether it needs whole parameters, in their own shapes."""
+    together = False
+    """Whether it is given all parameters at once."""
     has_scalars = False
     """Whether `advance` must be called."""
 
@@ -200,7 +204,7 @@ class FlatOptimizer(ABC):
 
 
 class WholeRule(FlatOptimizer):
-    """A rule on whole parameters in their own shapes, one by one."""
+    """A rule on whole parameters in their own shapes."""
 
     whole = True
 
@@ -208,8 +212,14 @@ class WholeRule(FlatOptimizer):
         raise AssertionError("this rule needs whole parameters")
 
     @abstractmethod
-    def update_whole(self, row: Row, group: Group, at: At) -> None:
+    def update_whole(self, row: Row) -> None:
         """Update the row's `master` and `states` in place; it has a gradient."""
+
+    def update_rows(self, rows: Sequence[Row]) -> None:
+        """Update all parameters that have a gradient, one by one."""
+        for row in rows:
+            if row.grad is not None and row.master.numel():
+                self.update_whole(row)
 
 
 class FusedAdam(FlatOptimizer):

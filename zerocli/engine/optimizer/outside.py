@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zerocli.engine.optimizer.copies import HOOKS, METHODS, SHARED_HOOKS, Source
+from zerocli.engine.optimizer.copies import HOOKS, METHODS, SHARED_HOOKS, Source, content
 
 PRIVATE = ("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "state", "param_groups")
 """Attributes of every optimizer that say nothing of its rule."""
@@ -203,7 +203,7 @@ def _places(values: Iterable[Any], depth: int) -> Iterator[tuple[str, Callable[[
         if not isinstance(function, types.FunctionType) or _foreign(function.__module__):
             continue
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            yield name, functools.partial(_content, cell)
+            yield name, functools.partial(content, cell)
         known, names = function.__globals__, set(_names(function.__code__))
         for name in sorted(names & known.keys()):
             if not isinstance(known[name], types.ModuleType):
@@ -224,13 +224,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from _names(each)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _whole(value: Any) -> set[int]:

@@ -1,16 +1,38 @@
-"""The update of a part of a chunk, in memory of one device: by torch's operations, or by compiled code on the CPU."""
+"""The update of a part of a chunk, in memory of one device: by torch's operations, or by compiled code on the CPU.
+
+Where triton is installed, a GPU updates a chunk in one pass instead: see `can_fuse`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerocli.engine.optimizer.compiled_update import CompiledAdam
-from zerocli.engine.optimizer.optim import At, FlatOptimizer, Group, Piece, StepValues
+from zerocli.engine.optimizer.optim import At, FlatOptimizer, FusedAdam, Group, Piece, StepValues
 from zerocli.engine.units.master import REMAINDER, join, narrow, split_
 from zerocli.engine.units.unit import MASTER
 from zerocli.layout.flats import Sizing
+
+if TYPE_CHECKING:  # needs triton
+    from zerocli.engine.optimizer.update_kernels import FusedAdamUpdate
+
+
+def can_fuse(rule: FlatOptimizer, device: torch.device) -> bool:
+    """Whether the rule has a fused update on this device: of parameters, master, states and gradient in one pass."""
+    fits = type(rule) is FusedAdam and "max_exp_avg_sq" not in rule.state_names
+    return device.type == "cuda" and fits and importlib.util.find_spec("triton") is not None
+
+
+def fused_update(rule: FlatOptimizer) -> FusedAdamUpdate:
+    """Return the rule's fused update; see `can_fuse`."""
+    from zerocli.engine.optimizer.update_kernels import FusedAdamUpdate
+
+    assert isinstance(rule, FusedAdam)
+    return FusedAdamUpdate(rule.decoupled)
 
 
 def empty_beside(device: torch.device, numel: int, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
@@ -36,10 +58,6 @@ class PieceUpdate:
         """Yield (category, name, tensor) of the scratch memory, on the device and on the host."""
         for buffer in self._scratch.values():
             yield "buffers", "update scratch", buffer
-
-    def numel_at_once(self, dtype: torch.dtype, place: torch.device) -> int:
-        """Return the elements of parameters that are updated at a time in memory of this device."""
-        return self._sizing.update_chunk(dtype.itemsize, place.type)
 
     def update(
         self,
@@ -95,7 +113,7 @@ class PieceUpdate:
         """Return `numel` elements of fp32 scratch memory, in which narrower parameters are updated."""
         scratch = self._scratch.get((use, device.type))
         if scratch is None or scratch.numel() < numel:
-            least = self.numel_at_once(torch.bfloat16, device)
+            least = self._sizing.update_chunk(torch.bfloat16.itemsize, device.type)
             scratch = empty_beside(self._device, max(numel, least), torch.float32, device)
             self._scratch[use, device.type] = scratch
         return scratch[:numel]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,8 +79,6 @@ class Verdict:
     reason: str
     arrays: tuple[str, ...] = ()
     """States in the shape of their parameter, in fp32, of all parameters that have them."""
-    scalars: State = field(default_factory=dict)
-    """An example of each other state."""
     changed: tuple[str, ...] = ()
     """What it changes outside of its states, in words such as `self.count`."""
 
@@ -156,16 +154,13 @@ class Trial:
     def set_counts(self, counters: Sequence[set[str]], value: int) -> None:
         """Set every count that the rule keeps of a parameter."""
         for p, names in zip(self.parameters, counters, strict=True):
+            state = self.optimizer.state[p]
             for name in names:
-                set_count(self.optimizer.state[p], name, value)
-
-
-def set_count(state: State, name: str, value: int) -> None:
-    old = state[name]
-    if isinstance(old, torch.Tensor):
-        state[name] = torch.full_like(old, value)
-    else:
-        state[name] = TracedCount(value) if isinstance(old, int) else type(old)(value)
+                old = state[name]
+                if isinstance(old, torch.Tensor):
+                    state[name] = torch.full_like(old, value)
+                else:
+                    state[name] = TracedCount(value) if isinstance(old, int) else type(old)(value)
 
 
 def gradients(

@@ -78,16 +78,17 @@ class MuonWithAdamW(WholeRule):
     def update(self, master: Tensor, grad: Tensor, scale: Tensor | None, states: Arrays, group: Group, at: At) -> None:
         self._adam.update(master, grad, scale, states, group, at)
 
-    def update_whole(self, row: Row, group: Group, at: At) -> None:
+    def update_whole(self, row: Row) -> None:
+        group = row.group
         if self.is_whole(group):
             own = {key: row.states[key] for key in self._muon.state_names}
             options = {key: value for key, value in group.options.items() if key != "rule"}
-            one = Row(row.name, row.master, row.grad, own)
-            self._muon.update_whole(one, Group(group.lr, group.weight_decay, options), at)
+            group = Group(group.lr, group.weight_decay, options)
+            self._muon.update_whole(Row(row.name, row.master, row.grad, own, group, row.at))
             return
         assert row.grad is not None
         flat = {key: row.states[key].view(-1) for key in self._adam.state_names}
-        self._adam.update(row.master.view(-1), row.grad.view(-1), None, flat, group, at)
+        self._adam.update(row.master.view(-1), row.grad.view(-1), None, flat, group, row.at)
 
 
 def _not_taken(name: str, option: str, taken: Sequence[str]) -> WrongValue:
@@ -254,9 +255,9 @@ def _complete(instance: torch.optim.Optimizer) -> None:
 
 def unsuitable(rule: FlatOptimizer, named: Sequence[tuple[str, nn.Parameter]]) -> str:
     """Return why a rule cannot update some of these parameters; empty if it can."""
-    if not isinstance(rule, WholeOptimizer):
+    if not isinstance(rule, WholeOptimizer) or rule.template.kind is not torch.optim.Muon:
         return ""
-    odd = [name for name, parameter in named if parameter.requires_grad and not rule.takes(parameter.shape)]
+    odd = [name for name, parameter in named if parameter.requires_grad and parameter.dim() != 2]
     if not odd:
         return ""
     return (

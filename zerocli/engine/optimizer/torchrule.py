@@ -296,14 +296,10 @@ class WholeOptimizer(WholeRule):
         self._like = examples
         self._kept: dict[str, State] = {}
 
-    def takes(self, shape: Sequence[int]) -> bool:
-        """Whether the rule can update a parameter of this shape."""
-        return self.template.kind is not torch.optim.Muon or len(shape) == 2
-
-    def update_whole(self, row: Row, group: Group, at: At) -> None:
-        state = None if at.read()[0] == 1 else {**row.states, **self._kept.get(row.name, {})}
+    def update_whole(self, row: Row) -> None:
+        state = None if row.at.read()[0] == 1 else {**row.states, **self._kept.get(row.name, {})}
         assert row.grad is not None
-        after = self.template.run(row.master, row.grad, state, group)
+        after = self.template.run(row.master, row.grad, state, row.group)
         self._kept[row.name] = _keep(after, row.states)
 
     def numbers(self, name: str, history: int, group: int) -> dict[str, float]:

@@ -19,8 +19,7 @@ from zerocli.engine.optimizer.counts import Counts, within
 from zerocli.engine.optimizer.cpu_part import CpuPart
 from zerocli.engine.optimizer.optim import FlatOptimizer, StepValues, WholeRule
 from zerocli.engine.optimizer.piece import PieceUpdate
-from zerocli.engine.optimizer.whole_rule import PersistentOptimizer
-from zerocli.engine.optimizer.whole_update import update_together, update_whole
+from zerocli.engine.optimizer.whole_update import update_whole
 from zerocli.engine.streams import SideStream, SleepEvent, StreamEvent, Waits
 from zerocli.engine.units.unit import REPLICATED, Flat
 from zerocli.errors import Refused
@@ -114,9 +113,8 @@ class Updater:
         self.issue_updates()
         self._inactive = inactive
         flats, all_flats = [], list(flats)
-        at_once = isinstance(self._rule, PersistentOptimizer) and self._rule.together
         for flat in all_flats:
-            if not at_once and all(entry.name in inactive for entry in flat.layout.entries):
+            if not self._rule.together and all(entry.name in inactive for entry in flat.layout.entries):
                 flat.gradient.close()
             else:
                 flats.append(flat)
@@ -127,7 +125,7 @@ class Updater:
                 self._rule.advance(values.groups[group], values.at(history))
         # A rule that needs whole parameters gathers them now, at the same point on all ranks.
         together = [flat for flat in flats if self._rule.whole and self._needs_whole(flat, values)]
-        for each in [together] if at_once and together else [[flat] for flat in together]:
+        for each in [together] if self._rule.together and together else [[flat] for flat in together]:
             self._update_whole(each, values)
         flats = [flat for flat in flats if flat not in together]
         in_place = Slot()
@@ -168,15 +166,12 @@ class Updater:
             self._cpu.start(flats, chunks, *self.chunks.numbers(), values.skip, ready)
 
     def _update_whole(self, flats: list[Flat], values: StepValues) -> None:
-        """Update one flat; or all in one step of the user's optimizer, see `PersistentOptimizer.together`."""
+        """Update one flat; or all in one step of the user's optimizer, if the rule takes them together."""
         for flat in flats:
             self.chunks.before_update(flat)
         with self._events.update(flats[0].unit):
-            if isinstance(self._rule, PersistentOptimizer) and self._rule.together:
-                update_together(flats, self._rule, values, self._inactive, self._collectives)
-            else:
-                assert isinstance(self._rule, WholeRule)
-                update_whole(flats[0], self._rule, values, self._counts, self._inactive, self._collectives)
+            assert isinstance(self._rule, WholeRule)
+            update_whole(flats, self._rule, values, self._counts, self._inactive, self._collectives)
         for flat in flats:
             flat.written = StreamEvent(self._device)
             flat.gradient.close()
@@ -219,7 +214,13 @@ class Updater:
                 "engine, make another, and load the last checkpoint into it"
             )
         self.interrupted = True
-        self._issue_up_to(flat)
+        while self._left:  # close all flats up to and including this one, in order
+            first = next(iter(self._left.values()))
+            while id(first) not in self._issued:
+                self._issue_next()
+            self._finish(first)
+            if first is flat:
+                break
         self.interrupted = False
 
     def run_ahead(self, most: int = AT_ONCE) -> None:
@@ -250,16 +251,6 @@ class Updater:
         at = self._at - LEAD
         waits = any(each.holds_host for each in self._slots[at % NUM_SLOTS].arriving)
         return self._queue[at].flat.param_store is None and not waits
-
-    def _issue_up_to(self, flat: Flat | None) -> None:
-        """Close all flats up to and including this one, in order."""
-        while self._left:
-            first = next(iter(self._left.values()))
-            while id(first) not in self._issued:
-                self._issue_next()
-            self._finish(first)
-            if first is flat:
-                return
 
     def _issue_next(self) -> None:
         """Fetch the next chunk, and update the one that was fetched `LEAD` chunks before."""
@@ -329,7 +320,7 @@ class Updater:
             for span, at in counted
         ]
         together = self.chunks.fuses(flat) and not flat.offloaded  # one launch for the whole flat
-        size = self._sizing.chunk if flat.offloaded else self.pieces.numel_at_once(flat.dtype, self._device)
+        size = self._sizing.chunk if flat.offloaded else self._sizing.update_chunk(flat.spec.width, self._device.type)
         spans = flat.spec.chunks(max(1, flat.held.numel) if together else size)
         chunks = [(span, within(parts, span.shifted(flat.held.start))) for span in spans]
         chunks = [chunk for chunk in chunks if chunk[1]] or [(Span(0, 0), ())]

@@ -13,16 +13,16 @@ from offload.placement import HBM, KINDS, Placement
 from tiers.pages import Pages, Registrar
 from tiers.streams import record_event
 from zerocli.engine.optimizer.compiled_update import (
+    TRIED_NUMEL,
     CompiledAdam,
     Unavailable,
     Values,
-    has_compiled,
     open_beside,
     open_compiled,
+    trials,
 )
-from zerocli.engine.optimizer.fused import fused_update
 from zerocli.engine.optimizer.optim import FlatOptimizer, FusedAdam, Group, StepValues
-from zerocli.engine.optimizer.piece import PieceUpdate
+from zerocli.engine.optimizer.piece import PieceUpdate, fused_update
 from zerocli.engine.settings import Settings
 from zerocli.engine.units.master import REMAINDER, narrow
 from zerocli.engine.units.master import split as master_parts
@@ -55,11 +55,10 @@ def choose_compiled(
         raise ValueError(f"compile_update {asked!r} is not one of auto, True, False")
     if asked is False:
         return None, "as asked"
-    if not has_compiled(rule):
+    if type(rule) is not FusedAdam:
         return None, "only Adam and AdamW have a kernel"
     if asked == "auto" and numel < LEAST_NUMEL:
         return None, f"fewer than {format_count(LEAST_NUMEL)} parameters per rank"
-    assert isinstance(rule, FusedAdam)
     try:
         kernel = open_compiled(rule)
     except Unavailable as error:
@@ -143,18 +142,10 @@ def open_same(
     return kernel
 
 
-def _same_bits(
-    kernel: CompiledAdam, rule: FusedAdam, device: torch.device, dtype: torch.dtype, split: bool, numel: int = 1 << 15
-) -> bool:
-    """Whether the kernel gives the bits of the device's, for masters and states of all sizes."""
-    fused, generator = fused_update(rule), torch.Generator().manual_seed(numel)  # its own: a run draws from torch's
-
-    def values() -> torch.Tensor:
-        size = torch.empty(numel).uniform_(-30, 5, generator=generator).exp_()
-        return torch.randn(numel, generator=generator).mul_(size)
-
-    for lr, decay, beta1, scale in ((1e-3, 0.1, 0.9, 1.0), (0.3, 0.0, 0.9, 3.0), (1.0, 0.5, 0.3, 0.7)):
-        group = Group(lr, decay, {**rule.defaults, "betas": (beta1, 0.95)})
+def _same_bits(kernel: CompiledAdam, rule: FusedAdam, device: torch.device, dtype: torch.dtype, split: bool) -> bool:
+    """Whether the kernel gives the bits of the device's, for masters and states."""
+    fused = fused_update(rule)
+    for (group, values), scale in zip(trials(rule), (1.0, 3.0, 0.7), strict=True):
         step = StepValues((group,), torch.tensor([3.0]), torch.tensor(scale), torch.tensor(0.0)).to(device)
         master, grad = values(), values().to(dtype)
         parameters, master = master_parts(master) if split else (narrow(master, dtype), master)
@@ -162,9 +153,9 @@ def _same_bits(
         theirs = [each.to(device) for each in ours]
         fused.begin(step)
         states = dict(zip(rule.state_names, theirs[3:], strict=True))
-        fused.update(theirs[0], theirs[1], theirs[2], states, step, fused.parts([(Span(0, numel), 0, 0)]))
+        fused.update(theirs[0], theirs[1], theirs[2], states, step, fused.parts([(Span(0, TRIED_NUMEL), 0, 0)]))
         states = dict(zip(rule.state_names, ours[3:], strict=True))
-        call = kernel.call(numel, ours[0], ours[1], ours[2], states)
+        call = kernel.call(TRIED_NUMEL, ours[0], ours[1], ours[2], states)
         *row, sign = fused.table.flatten().tolist()
         call.values, call.factor = Values(*row), fused.factor.item() * sign
         kernel.run([call], torch.get_num_threads())

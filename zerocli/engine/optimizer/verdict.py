@@ -58,11 +58,11 @@ def decide(source: Source, members: Sequence[Specimen]) -> tuple[Verdict, TorchO
         if not why:
             rule, why = _on_slices(reference, arrays, scalars)
         if rule is not None:
-            return Verdict(ELEMENTWISE, "every operation of its step is elementwise", arrays, scalars), rule
+            return Verdict(ELEMENTWISE, "every operation of its step is elementwise", arrays), rule
         alone = single or one_by_one(reference)
         if alone:
-            return Verdict(TOGETHER, alone, arrays, scalars, tuple(reference.changed)), None
-        return Verdict(ONE_BY_ONE, why, arrays, scalars), None
+            return Verdict(TOGETHER, alone, arrays, tuple(reference.changed)), None
+        return Verdict(ONE_BY_ONE, why, arrays), None
 
 
 def _for_all(reference: Reference) -> str:

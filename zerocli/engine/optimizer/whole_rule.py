@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zerocli.engine.optimizer.copies import HOOKS, METHODS, Source, substitute
-from zerocli.engine.optimizer.optim import At, Group, History, Row, WholeRule
+from zerocli.engine.optimizer.optim import History, Row, WholeRule
 from zerocli.engine.optimizer.outside import PRIVATE, Outside, frozen, without_hooks
 from zerocli.engine.optimizer.proof import TOGETHER, Verdict
 from zerocli.engine.optimizer.torchrule import Template
@@ -61,7 +61,6 @@ class PersistentOptimizer(WholeRule):
         self.name, self.verdict, self.template = source.name, verdict, template
         self.state_names, self.defaults = verdict.arrays, template.defaults
         self.together = verdict.way == TOGETHER
-        """Whether all parameters are given to it at once."""
         self.object: torch.optim.Optimizer
         self._source = source
         self._outside: Outside | None = None
@@ -143,22 +142,22 @@ class PersistentOptimizer(WholeRule):
     def options_in(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {}  # the object reads its groups itself
 
-    def update_whole(self, row: Row, group: Group, at: At) -> None:
-        self._call([row], self._step, only=row.name)
+    def update_whole(self, row: Row) -> None:
+        self._step([row], only=row.name)
 
-    def update_all(self, rows: Sequence[Row]) -> None:
-        """Make one step of all parameters; the memory in `rows` is updated in place."""
-        self._call(rows, self._step)
+    def update_rows(self, rows: Sequence[Row]) -> None:
+        if self.together:
+            self._step(rows)
+        else:
+            super().update_rows(rows)
 
-    def _step(self) -> None:
-        type(self.object).step(self.object)  # the object's own name leads to the engine
-
-    def _call(self, rows: Sequence[Row], action: Callable[[], Any], only: str | None = None) -> None:
+    def _step(self, rows: Sequence[Row], only: str | None = None) -> None:
+        """Make a step of all parameters, or of one; the memory in `rows` is updated in place."""
         for row in rows:
             self._hand_in(row)
         try:
             with self._running(only):
-                action()
+                type(self.object).step(self.object)  # the object's own name leads to the engine
         finally:
             for row in rows:
                 self._take_back(row)
@@ -200,10 +199,11 @@ class PersistentOptimizer(WholeRule):
             held = [k for k, v in rows.items() if v is ELSEWHERE]
             title = self._names.get(id(key), "") or f"other {key}"
             states[title] = (held, {k: v for k, v in rows.items() if v is not ELSEWHERE})
-        return {KEPT: self.packed(states, [self._options(group) for group in self.object.param_groups], self._own())}
-
-    def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in group.items() if k not in ("params", "param_names") and _loadable(v)}
+        groups = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names") and _loadable(v)}
+            for group in self.object.param_groups
+        ]
+        return {KEPT: self.packed(states, groups, self._own())}
 
     def _own(self) -> dict[str, Any]:
         """Return the object's attributes that steps, or the user, have changed since it was taken over."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from offload import ACTIVATIONS, HBM, Placement
+from offload.placement import ACTIVATIONS, HBM, Placement
 from offload.stack import Saved, Stack
 from offload.tierset import TierSet
 from tiers.transfer import Transfer

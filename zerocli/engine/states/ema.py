@@ -7,6 +7,7 @@ at stage 0, and 1/N of them on N ranks from stage 1 on.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 
 from zerocli.engine.engine import Engine
 from zerocli.engine.states import states
-from zerocli.engine.states.held import load_whole, read_held, whole_of
+from zerocli.engine.states.held import joined, load_whole, read_held, whole_of
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused
 from zerocli.layout.shards import Layout
@@ -81,14 +82,15 @@ class EMA:
         engine = self._engine
         flats = self._flats()
         engine.synchronize()
-        loaded = states.read_state(engine.model, state, False, engine.tensor_parallel, self._current).tensors
+        averages = {id(flat): self._parts[_key(flat)].average for flat in flats}
+        current = functools.partial(states.parameter_values, engine, averages)
+        loaded = states.read_state(engine.model, state, False, engine.tensor_parallel, current).tensors
         members = [(e.name, p) for flat in flats for e, p in zip(flat.layout.entries, flat.parameters, strict=True)]
         if missing := sorted(name for name, p in members if id(p) not in loaded):
             raise ValueError(f"the state has no average of {missing}")
         for flat in flats:
-            whole = torch.zeros(flat.layout.total, device=engine.device)
-            for entry, p, view in zip(flat.layout.entries, flat.parameters, flat.views(whole), strict=True):
-                view.copy_(engine.tensor_parallel.part(entry.name, loaded[id(p)]))
+            rows = zip(flat.layout.entries, flat.parameters, strict=True)
+            whole = joined(flat, (engine.tensor_parallel.part(e.name, loaded[id(p)]) for e, p in rows), engine.device)
             self._parts[_key(flat)].average.copy_(whole[flat.held.start : flat.held.stop])
         self.updates = max(self.updates, 1)  # what was loaded is an average: the next update does not replace it
 
@@ -122,11 +124,6 @@ class EMA:
                 f"{engine.steps - steps} steps were made inside ema.applied(), and the parameters that they changed "
                 "are the trained ones again; call engine.step() outside of it"
             )
-
-    def _current(self) -> dict[int, torch.Tensor]:
-        """Return the averaged parameters, and the frozen ones, by id. Collective."""
-        averages = {id(flat): self._parts[_key(flat)].average for flat in self._flats()}
-        return states.parameter_values(self._engine, averages)
 
     def _flats(self) -> list[Flat]:
         """Return the trainable flats; if they were laid out again (a parameter was unfrozen), so is the average."""

@@ -68,10 +68,25 @@ def whole_of(collectives: Shards, total: int, held: torch.Tensor) -> torch.Tenso
     return whole.cpu()
 
 
+def whole_array(collectives: Shards, flat: Flat, name: str) -> torch.Tensor:
+    """Return a flat's whole optimizer array (or the fp32 master), on the CPU. Collective."""
+    return whole_of(collectives, flat.layout.total, read_held(flat, name, collectives.device))
+
+
+def joined(flat: Flat, values: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return a whole flat of these values, in fp32 if floating-point; zero for missing values."""
+    dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
+    whole = torch.zeros(flat.layout.total, dtype=dtype, device=device)
+    for view, value in zip(flat.views(whole), values, strict=True):
+        if value is not None:
+            view.copy_(value)
+    return whole
+
+
 def whole_parameters(collectives: Shards, flat: Flat) -> torch.Tensor:
     """Return a flat's whole parameters, from the fp32 master if there is one. Collective."""
     if flat.trainable:
-        return whole_of(collectives, flat.layout.total, read_held(flat, MASTER, collectives.device))
+        return whole_array(collectives, flat, MASTER)
     if flat.resident is not None:
         return flat.resident.cpu()
     return whole_of(collectives, flat.layout.total, flat.read_own(collectives.device))

@@ -133,13 +133,11 @@ def reset_buffer_owners(model: nn.Module, fresh: Fresh, seed: int, device: torch
                 seeded(functools.partial(fill_from_rebuilt, module, path, blank, device), path, seed, device)
 
 
-def reset(module: nn.Module, path: str, seed: int, device: torch.device) -> bool:
+def reset(module: nn.Module, path: str, seed: int, device: torch.device) -> None:
     """Initialise one module with its own seed, if it has reset_parameters; the global random state is preserved."""
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if method is None:
-        return False
-    seeded(method, path, seed, device)
-    return True
+    if method is not None:
+        seeded(method, path, seed, device)
 
 
 def seeded(act: Callable[[], Any], name: str, seed: int, device: torch.device) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload import HBM, Placement, Store, per_rank
-from offload.placement import KINDS
+from offload.placement import HBM, KINDS, Placement, per_rank
+from offload.store import Store
 from tiers.errors import TierFull
 from zerocli.config.placement import placement_at, read_placement
 from zerocli.engine.guards.accept import refuse_scripts
@@ -26,7 +26,7 @@ from zerocli.engine.states.held import read_held
 from zerocli.engine.units.master import REMAINDER
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import Refused
-from zerocli.layout.flats import FlatSpec, in_room, place, shared_rooms
+from zerocli.layout.flats import FlatSpec, in_rooms, place
 from zerocli.layout.moves import Move, moves_between
 from zerocli.layout.recompute import Recompute
 from zerocli.ranks.exchange import gather_padded
@@ -112,11 +112,9 @@ def _refuse_scripts(engine: Engine, flats: list[Flat], after: list[FlatSpec]) ->
 
 def _settle(engine: Engine, flats: list[Flat]) -> None:
     """Give each flat the gather buffers of its size, now that all are where they stay."""
-    specs = [dataclasses.replace(flat.spec, room=0) for flat in flats]
-    rooms = shared_rooms(specs, engine.sizing)
+    specs = in_rooms([dataclasses.replace(flat.spec, room=0) for flat in flats], engine.sizing)
     for flat, spec in zip(flats, specs, strict=True):
-        flat.spec = in_room(spec, rooms)
-    engine.mover.reset()
+        flat.spec = spec
 
 
 def _move_parameters(engine: Engine, flat: Flat, tier: str) -> None:

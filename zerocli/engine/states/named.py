@@ -29,6 +29,14 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield prefix + name, b
 
 
+def aliases_in(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each of the model's parameters and persistent buffers, by tensor id."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in named_tensors(model):
+        found.setdefault(id(tensor), []).append(name)
+    return found
+
+
 class IncompatibleKeys(NamedTuple):
     """Missing and unexpected names, as in torch's `load_state_dict`."""
 
@@ -56,13 +64,13 @@ class Matched(NamedTuple):
 def match(model: nn.Module, state: Mapping[str, torch.Tensor], tp: TensorParallel) -> Matched:
     """Return how `state` matches the model; a tied weight needs one of its names, and several must be equal."""
     own = dict(named_tensors(model))
-    groups: dict[int, list[str]] = {}
-    for name, value in own.items():
-        groups.setdefault(id(value), []).append(name)
     found = Matched({}, [], sorted(state.keys() - own.keys()), [])
-    for key, aliases in groups.items():
+    for key, aliases in aliases_in(model).items():
         there = [name for name in aliases if name in state]
-        if odd := [f"{name} is a {type(state[name]).__name__}" for name in there if not _is_tensor(state[name])]:
+        kinds = {name: type(state[name]) for name in there}
+        if odd := [
+            f"{name} is a {kind.__name__}" for name, kind in kinds.items() if not issubclass(kind, torch.Tensor)
+        ]:
             found.other_shape.extend(odd)
             continue
         if not there:
@@ -85,10 +93,6 @@ def match(model: nn.Module, state: Mapping[str, torch.Tensor], tp: TensorParalle
     return found
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable[[str], torch.Tensor] | None:
     """Return a function from a parameter's name to this rank's part of its given value; None if no state is given.
 
@@ -96,13 +100,9 @@ def given(model: nn.Module, state: State | None, tp: TensorParallel) -> Callable
     """
     if state is None:
         return None
-    own = dict(named_tensors(model))
-    ids = {name: id(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    aliases, ids = aliases_in(model), {n: id(p) for n, p in model.named_parameters(remove_duplicate=False)}
     if isinstance(state, Mapping):
         match(model, state, tp).require()
-    aliases: dict[int, list[str]] = {}
-    for name, value in own.items():
-        aliases.setdefault(id(value), []).append(name)
     # Parameters are replaced while the model is built, so ids change; names do not.
     others = {name: aliases[key] for name, key in ids.items() if key in aliases}
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from zerocli.engine.states.named import StateMismatch, named_tensors
+from zerocli.engine.states.named import StateMismatch, aliases_in, named_tensors
 from zerocli.engine.units.modules import is_routed
 
 
@@ -58,13 +58,14 @@ def _standing_in(model: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
     """Put plain tensors in place of the parameters and buffers with these ids while the body runs; yield them."""
     made: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    members: dict[str, Any]
     for module in model.modules():
-        for members in _members(module):
+        for members in (module._parameters, module._buffers):
             for name, own in members.items():
                 if own is not None and id(own) in values:
                     if id(own) not in made:
-                        value = values[id(own)]
-                        made[id(own)] = nn.Parameter(value, own.requires_grad) if _is_parameter(own) else value
+                        value, real = values[id(own)], isinstance(own, nn.Parameter)
+                        made[id(own)] = nn.Parameter(value, own.requires_grad) if real else value
                     before.append((members, name, own))
     try:
         for members, name, own in before:
@@ -73,14 +74,6 @@ def _standing_in(model: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
     finally:
         for members, name, own in before:
             members[name] = own
-
-
-def _members(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return module._parameters, module._buffers
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -132,29 +125,27 @@ def load_own(
     state: Mapping[str, Any],
     strict: bool,
     whole_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]],
-    current: Callable[[], Mapping[int, torch.Tensor]] | None,
+    current: Callable[[], Mapping[int, torch.Tensor]],
 ) -> Loaded:
     """Run the model's own load_state_dict on stand-ins.
 
-    `current` returns the whole parameters as they are, which a model that loads in its OWN manner may read or change;
-    without it such a model is loaded as a CONVERTED one. Raises StateMismatch for wrong shapes, and with `strict` for
-    names that are missing or unknown.
+    `current` returns the whole parameters as they are, which a model that loads in its OWN manner may read or change.
+    Raises StateMismatch for wrong shapes, and with `strict` for names that are missing or unknown.
     """
-    own = current is not None and manner_of(model) is Manner.OWN
+    own = manner_of(model) is Manner.OWN
     values: dict[int, torch.Tensor] = {}
     for name, tensor in named_tensors(model):
-        if not _is_parameter(tensor):
+        if not isinstance(tensor, nn.Parameter):
             values[id(tensor)] = tensor.detach().clone()  # torch's BatchNorm puts its own into an older state
         elif not own and id(tensor) not in values:
             shape = whole_shape(name, tuple(tensor.shape))
             values[id(tensor)] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     if own:
-        assert current is not None
         values |= current()
     slots = [
         (module, members, name, tensor)
         for module in model.modules()
-        for members in _members(module)
+        for members in (module._parameters, module._buffers)
         for name, tensor in members.items()
         if tensor is not None and id(tensor) in values
     ]
@@ -167,12 +158,18 @@ def load_own(
     for module, name, tensor, new in after:
         if new is None or (not own and new is made[id(tensor)]):
             continue
-        if not _is_parameter(tensor) and own and new is not made[id(tensor)]:
+        if not isinstance(tensor, nn.Parameter) and own and new is not made[id(tensor)]:
             replaced.append((module, name, new.detach()))
-        elif id(tensor) in found and not _same(found[id(tensor)], new):
+        elif (first := found.get(id(tensor))) is not None and not (
+            first.shape == new.shape and torch.equal(first, new)
+        ):
             raise StateMismatch(f"{name} of {type(module).__name__} is tied, and the state has two values for it")
+        elif (wanted := made[id(tensor)].shape) != new.shape:
+            raise StateMismatch(
+                f"loading gave {name} the shape {tuple(new.shape)}, and it is sharded as {tuple(wanted)}: load the "
+                "state before shard"
+            )
         else:
-            _require_shape(name, made[id(tensor)], new)
             found[id(tensor)] = new.detach()
     missing = _without_aliases(model, missing)
     if strict and (missing or unexpected):
@@ -205,34 +202,15 @@ def _deferred_extra_states(model: nn.Module, found: list[tuple[nn.Module, Any]])
     modules = [m for m in model.modules() if _definer(m, "set_extra_state") not in (nn.Module, None)]
     try:
         for module in modules:
-            module.__dict__["set_extra_state"] = _collector(module, found)
+            module.__dict__["set_extra_state"] = lambda state, module=module: found.append((module, state))
         yield
     finally:
         for module in modules:
             module.__dict__.pop("set_extra_state", None)
 
 
-def _collector(module: nn.Module, found: list[tuple[nn.Module, Any]]) -> Callable[[Any], None]:
-    return lambda state: found.append((module, state))
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left is right or (left.shape == right.shape and torch.equal(left, right))
-
-
-def _require_shape(name: str, wanted: torch.Tensor, new: torch.Tensor) -> None:
-    if wanted.shape != new.shape:
-        raise StateMismatch(
-            f"loading gave {name} the shape {tuple(new.shape)}, and it is sharded as {tuple(wanted.shape)}: load the "
-            "state before shard"
-        )
-
-
 def _without_aliases(model: nn.Module, missing: list[str]) -> list[str]:
     """Return the missing names without those of tied tensors that came under another name."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in named_tensors(model):
-        groups.setdefault(id(tensor), []).append(name)
     absent = set(missing)
-    present = {name for aliases in groups.values() if not absent.issuperset(aliases) for name in aliases}
+    present = {name for aliases in aliases_in(model).values() if not absent.issuperset(aliases) for name in aliases}
     return [name for name in missing if name not in present]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload import Store
+from offload.store import Store
 from zerocli.engine.grouped import Shards
 from zerocli.engine.guards.aliases import Aliases
-from zerocli.engine.states.held import read_held, whole_of, whole_parameters, write_held
+from zerocli.engine.states.held import joined, whole_array, whole_parameters, write_held
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
 
@@ -28,12 +28,6 @@ def unfrozen(units: list[Unit]) -> list[Unit]:
         ]
 
 
-def _unfrozen_names(units: list[Unit]) -> list[str]:
-    """Return the names of parameters that were frozen when they were laid out and now need a gradient."""
-    flats = [flat for unit in units for flat in unit.flats if not flat.trainable]
-    return [e.name for f in flats for e, p in zip(f.layout.entries, f.parameters, strict=True) if p.requires_grad]
-
-
 @torch.no_grad()
 def refit(engine: Engine, changed: list[Unit]) -> None:
     """Lay out the `changed` units again; values and states stay, states of unfrozen parameters start at zero.
@@ -45,7 +39,8 @@ def refit(engine: Engine, changed: list[Unit]) -> None:
         raise Refused(
             "a parameter was unfrozen between two backward passes of one step: switch requires_grad after step()"
         )
-    names = _unfrozen_names(changed)
+    frozen = [flat for unit in changed for flat in unit.flats if not flat.trainable]
+    names = [e.name for f in frozen for e, p in zip(f.layout.entries, f.parameters, strict=True) if p.requires_grad]
     engine.agreement.meet(
         "forward with unfrozen parameters",
         lambda: names,
@@ -75,14 +70,14 @@ def _lay_out_again(engine: Engine, changed: list[Unit]) -> None:
         builder.lay_out(unit, named, lambda p, trained=trained: p.requires_grad or id(p) in trained)  # type: ignore[misc]
 
     def values(flat: Flat) -> torch.Tensor:
-        return _joined(flat, [saved[id(p)][0] for p in flat.parameters], shards.device)
+        return joined(flat, [saved[id(p)][0] for p in flat.parameters], shards.device)
 
     builder.place(engine.units, [flat for unit in changed for flat in unit.flats], values)
     for unit in changed:
         for flat in unit.trainable:
             for name in state_names:
                 parts = [saved[id(p)][1].get(name) for p in flat.parameters]
-                whole = _joined(flat, parts, shards.device)
+                whole = joined(flat, parts, shards.device)
                 write_held(flat, name, whole[flat.held.start : flat.held.stop])
     aliases.redirect(engine.flats())
 
@@ -93,25 +88,12 @@ _Saved = dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]]
 def _whole_values(flat: Flat, state_names: Sequence[str], shards: Shards) -> _Saved:
     """Return each parameter's whole value and optimizer states, on the CPU, by the parameter's id. Collective."""
     values = flat.views(whole_parameters(shards, flat))
-    arrays: dict[str, list[torch.Tensor]] = {}
-    if flat.trainable:
-        for name in state_names:
-            held = read_held(flat, name, shards.device)
-            arrays[name] = flat.views(whole_of(shards, flat.layout.total, held))
+    kept = state_names if flat.trainable else ()
+    arrays = {name: flat.views(whole_array(shards, flat, name)) for name in kept}
     return {
         id(parameter): (values[i].clone(), {name: views[i].clone() for name, views in arrays.items()})
         for i, parameter in enumerate(flat.parameters)
     }
-
-
-def _joined(flat: Flat, values: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Return a whole flat of these values, in fp32 if floating-point; zero for missing values."""
-    dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
-    whole = torch.zeros(flat.layout.total, dtype=dtype, device=device)
-    for view, value in zip(flat.views(whole), values, strict=True):
-        if value is not None:
-            view.copy_(value)
-    return whole
 
 
 def _give_back(flat: Flat) -> None:

@@ -13,7 +13,7 @@ from zerocli.engine.optimizer.counts import Counts
 from zerocli.engine.optimizer.optim import FlatOptimizer, History
 from zerocli.engine.states import torch_states
 from zerocli.engine.states.buffers import write_buffer
-from zerocli.engine.states.held import load_whole, read_held, whole_of, whole_parameters, write_held
+from zerocli.engine.states.held import joined, load_whole, whole_array, whole_of, whole_parameters, write_held
 from zerocli.engine.states.named import IncompatibleKeys, match, named_tensors
 from zerocli.engine.states.own_states import Loaded, Manner, load_own, manner_of, save_own
 from zerocli.engine.tensor_parallel import TensorParallel
@@ -85,17 +85,14 @@ def read_state(
 
 def _load_parameters(engine: Engine, flat: Flat, values: Mapping[int, torch.Tensor]) -> None:
     """Overwrite the flat's parameters that have whole values, by id. Collective."""
-    given = [values.get(id(parameter)) for parameter in flat.parameters]
+    rows = zip(flat.layout.entries, flat.parameters, strict=True)
+    given = [engine.tensor_parallel.part(e.name, values[id(p)]) if id(p) in values else None for e, p in rows]
     if all(value is None for value in given):
         return
-    dtype = torch.float32 if flat.dtype.is_floating_point else flat.dtype
-    whole = torch.zeros(flat.layout.total, dtype=dtype, device=engine.device)
-    if any(value is None for value in given):
-        whole.copy_(whole_parameters(engine.shards, flat))  # the others stay as they are
-    for value, entry, view in zip(given, flat.layout.entries, flat.views(whole), strict=True):
-        if value is not None:
-            view.copy_(engine.tensor_parallel.part(entry.name, value))
-    load_whole(flat, whole)
+    if any(value is None for value in given):  # the others stay as they are
+        kept = flat.views(whole_parameters(engine.shards, flat))
+        given = [old if value is None else value for old, value in zip(kept, given, strict=True)]
+    load_whole(flat, joined(flat, given, engine.device))
 
 
 def histories(flats: Iterable[Flat], counts: Counts, rule: FlatOptimizer) -> dict[str, History]:
@@ -134,8 +131,8 @@ def optimizer_state(engine: Engine) -> dict[str, Any]:
     flats, states = list(engine.trainable()), dict[str, dict[str, torch.Tensor]]()
     for flat in flats:
         for key in engine.rule.state_names:
-            whole = whole_of(engine.shards, flat.layout.total, read_held(flat, key, engine.device))
-            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
+            views = flat.views(whole_array(engine.shards, flat, key))
+            for entry, view in zip(flat.layout.entries, views, strict=True):
                 states.setdefault(entry.name, {})[key] = engine.tensor_parallel.join(entry.name, view.clone())
     engine.forget_traffic()
     kept = histories(flats, engine.counts, engine.rule)
@@ -166,9 +163,8 @@ def load_optimizer_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     saved_counts, numbers = saved.get("counts", {}), saved.get("numbers", {})
     for flat in flats:
         for key in rule.state_names:
-            whole = torch.zeros(flat.layout.total, device=engine.device)
-            for entry, view in zip(flat.layout.entries, flat.views(whole), strict=True):
-                view.copy_(engine.tensor_parallel.part(entry.name, saved["state"][entry.name][key]))
+            parts = (engine.tensor_parallel.part(e.name, saved["state"][e.name][key]) for e in flat.layout.entries)
+            whole = joined(flat, parts, engine.device)
             write_held(flat, key, whole[flat.held.start : flat.held.stop])
         for entry in flat.layout.entries:
             own = saved["state"].get(entry.name, {})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from offload.verify import Corrupted, Unverified
+from offload.verify import Corrupted, Verifier
 from zerocli.engine.streams import Readback, SideStream
 
 
@@ -20,15 +20,12 @@ class VerifiedReads:
     """Combines the results of `verifier` over all ranks; `gather` returns every rank's copy of a small tensor."""
 
     def __init__(
-        self, verifier: Unverified, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]
+        self, verifier: Verifier, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         self._verifier, self._device, self._gather = verifier, device, gather
+        self.active = verifier.active
         self._side = SideStream(device)
         self._issued: Readback | None = None
-
-    @property
-    def active(self) -> bool:
-        return self._verifier.active
 
     def issue(self) -> None:
         """Start copying every rank's findings so far to the host (GPU only). Collective."""
@@ -64,8 +61,7 @@ class VerifiedReads:
     def _refuse(self, everyone: torch.Tensor) -> None:
         found = everyone.flatten().tolist()
         if any(found):
-            collected = self._verifier.collect()
-            self._verifier.refuse(0 if collected is None else int(collected.item()))
+            self.look_now()
             ranks = ", ".join(str(rank) for rank, each in enumerate(found) if each)
             raise Corrupted(
                 f"rank {ranks} has read bytes from a tier that are not what was written; its own message names them",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offload import Store
+from offload.store import Store
 from tiers.streams import current_stream
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import Record, Store
+from offload.record import Record
+from offload.store import Store
 from zerocli.engine.comm import Pending
 from zerocli.engine.guards.holders import is_own, live_tensors, on_storages, storage_of
 from zerocli.engine.guards.parameters import (

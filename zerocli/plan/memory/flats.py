@@ -12,7 +12,7 @@ from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import buffers, constants
 from zerocli.layout.codecs import is_encoded
-from zerocli.layout.flats import FlatSpec, Sizing, align_of, flat_spec, in_room, place_alike, shared_rooms
+from zerocli.layout.flats import FlatSpec, Sizing, align_of, flat_spec, in_rooms, place_alike
 from zerocli.layout.shards import lay_out
 from zerocli.plan.blocks.shape import Parameter, Unit
 from zerocli.plan.setup import Setup
@@ -117,8 +117,8 @@ def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
                 flats.add(known.setdefault((id(unit), tiers), tuple(placed)), number)
     except ValueError as error:
         raise UserError(str(error), hint="a tier without a budget at the end", exit_code=DOES_NOT_FIT) from error
-    rooms, shared = shared_rooms(flats.distinct, sizing), Flats()
-    changed: dict[int, FlatSpec] = {id(flat): in_room(flat, rooms) for flat in flats.distinct}
+    shared, distinct = Flats(), flats.distinct
+    changed = {id(old): new for old, new in zip(distinct, in_rooms(distinct, sizing), strict=True)}
     again = {id(unit): tuple(changed[id(flat)] for flat in unit) for unit, _ in flats.runs}
     for each, times in flats.runs:
         shared.add(again[id(each)], times)

@@ -20,7 +20,6 @@ from zerocli.engine.engine import Engine
 from zerocli.engine.precision import precision
 from zerocli.layout.categories import HELD, model_states
 from zerocli.layout.codecs import CODECS, encoded_nbytes
-from zerocli.layout.flats import grad_width
 from zerocli.layout.sizes import count_of, format_bytes, format_count
 from zerocli.models.packed_adapters import unadapted
 from zerocli.plan.report.preflight import plan_config
@@ -196,7 +195,7 @@ def summary(
     saved = Folder(Path(options.run_dir, "checkpoints")).committed()
     commands = next_commands(config, options, bool(saved))
     width = engine.precision.compute.itemsize
-    grads = grad_width(width, config.train.accumulate, config.zero.reduce)
+    grads = engine.sizing.grad_width(width)
     trained = trained_numel(engine)
     whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width), trained)
     for flat in (flat for flat in engine.flats() if flat.codec):
