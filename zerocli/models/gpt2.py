@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+from zerocli.config import ModelConfig
+from zerocli.models.parts import Decoder, Embedding, Head, Linear, attend, residual_std
 
 if TYPE_CHECKING:
     from zerocli.engine.tensor_parallel import TensorParallel

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerocli.config import ModelConfig
 from zerocli.layout.ranges import parse_ranges
 from zerocli.models.fused import rotate, swiglu
-from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+from zerocli.models.parts import Decoder, Embedding, Head, Linear, attend, residual_std
 from zerocli.models.rope import frequencies
 
 if TYPE_CHECKING:
