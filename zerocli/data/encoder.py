@@ -128,11 +128,6 @@ class FileEncoder(Encoder):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def encode_stream(self, text: str) -> np.ndarray:
-        """Return the ids of a piece of a longer text, without special tokens around it."""
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        return np.array(encoding.ids, self.dtype)
-
 
 def find_tokenizer(tokenizer: str, folder: str) -> tuple[str, str]:
     """Return (`bytes` or the path of a tokenizer.json, why that one) for `data.tokenizer` and `model.folder`."""

@@ -57,7 +57,7 @@ def _refuse(config: Config) -> None:
     path = config.data.path
     try:
         if config.data.mix or (path and has_documents(config)):
-            from zerocli.data.caching import ALONE
+            from zerocli.data.cache import ALONE
             from zerocli.data.sources import open_batches
 
             open_batches(config, check=False, node=ALONE)

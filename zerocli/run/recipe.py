@@ -210,7 +210,7 @@ def measure(config: Config) -> Lengths:
     """Return the lengths of the documents that a run trains on; tokenises them, once, as the run itself would."""
     import numpy as np
 
-    from zerocli.data.caching import ALONE
+    from zerocli.data.cache import ALONE
     from zerocli.data.encoder import find_tokenizer, open_encoder
     from zerocli.data.files import DOCUMENTS, find_files, unreadable
     from zerocli.data.preview import split_weight
