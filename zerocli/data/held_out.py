@@ -21,11 +21,6 @@ DEFAULT_SPLIT = 0.05
 """Share that is held out if evaluations are asked for and no data is named for them."""
 
 
-def evaluates(config: Config) -> bool:
-    """Return whether a run has held-out data."""
-    return bool(config.data.validation or split_share(config))
-
-
 def split_share(config: Config) -> float:
     """Return the share of `data.path` that is held out."""
     if config.data.validation or config.data.split:
@@ -105,7 +100,7 @@ def open_held_out(
     config: Config, batches: Batches, open_batches: Callable[[Config, bool], Batches], check: bool = True
 ) -> HeldOut | None:
     """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out."""
-    if not evaluates(config):
+    if not (config.data.validation or split_share(config)):
         return None
     train = config.train
     if not config.data.validation:

@@ -10,8 +10,8 @@ from zerocli.config import Config
 from zerocli.data import documents, packing
 from zerocli.data.batches import Batches, DocumentBatches, steps_of_epochs
 from zerocli.data.cache import Node, this_node
-from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder, refuse_vocabulary
-from zerocli.data.files import DOCUMENTS, TOKENS, find_files, unreadable
+from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder
+from zerocli.data.files import DOCUMENTS, TOKENS, find_files, readable
 from zerocli.data.held_out import split_share, training_part
 from zerocli.data.preview import has_documents, known_vocab, split_weight
 from zerocli.data.tokens import open_source
@@ -44,18 +44,15 @@ def open_batches(config: Config, check: bool = True, node: Node | None = None) -
     which rank tokenises; None: the first rank of each node.
     """
     data, train = config.data, config.train
-    if data.mix:
-        return _open_mix(config, node or this_node())
-    vocab = known_vocab(config)
-    try:
-        form, files = find_files(data.path) if data.path else ("text", [])
-    except OSError as error:
-        raise unreadable(error, data.path) from None
     node = node or this_node()
+    if data.mix:
+        return _open_mix(config, node)
+    with readable(data.path):
+        form, files = find_files(data.path) if data.path else ("text", [])
     if form in DOCUMENTS:
-        return _open_documents(config, form, files, vocab, node)
+        return _open_documents(config, form, files, node)
     tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
-    source = open_source(data.path, tokenizer, data.dtype, vocab, train.seq, check, data.cache, node)
+    source = open_source(data.path, tokenizer, data.dtype, known_vocab(config), train.seq, check, data.cache, node)
     source = training_part(source, config)  # what is held out for evaluation is never trained on
     batches = Batches(source, train.batch, train.seq, train.accumulate, train.seed)
     described = "token ids" if form in TOKENS else "text"
@@ -70,16 +67,14 @@ def _open_mix(config: Config, node: Node) -> Batches:
     train, opened, takes = config.train, [], []
     for path, weight in map(split_weight, config.data.mix):
         alone = config.with_values({"data.path": path, "data.mix": ()})
-        try:
+        with readable(path):
             form, files = find_files(path)
-        except OSError as error:
-            raise unreadable(error, path) from None
         if form not in DOCUMENTS:
             raise UserError(
                 f"{path}: is {form}, and several files are mixed only if all are documents (.jsonl, .csv, .parquet)",
                 hint='one --data, or rows of text: {"text": ...}',
             )
-        found = _open_documents(alone, form, files, known_vocab(config), node)
+        found = _open_documents(alone, form, files, node)
         takes.append(max(1, round(weight * found.num_windows)))
         times = f"{takes[-1]:,} windows per epoch (weight {weight:g})"
         found.lines.append(f"data: {path}: {times}")
@@ -101,20 +96,17 @@ def reading_of(config: Config) -> documents.Reading:
     return documents.Reading("none" if config.train.on_inputs else data.mask, data.columns, data.system)
 
 
-def _open_documents(config: Config, form: str, files: list[Path], vocab: int, node: Node) -> DocumentBatches:
+def _open_documents(config: Config, form: str, files: list[Path], node: Node) -> DocumentBatches:
     """Return the documents of one file or folder in windows, with those that are held out."""
     data = config.data
     tokenizer, reason = find_tokenizer(data.tokenizer, config.model.folder)
-    encoder = open_encoder(tokenizer)
-    refuse_vocabulary(encoder.name, encoder.size, vocab)
-    try:
+    encoder = open_encoder(tokenizer, known_vocab(config))
+    with readable(data.path):
         name = cache_name(config, form, files, encoder)
         found = tokenised(config, form, files, encoder, name, node)
         trained, held = split_documents(found, split_share(config), data.path)
         batches = _pack(config, trained, name, encoder, node)
         batches.left_out = _pack(config, held, name, encoder, node) if len(held) else None
-    except OSError as error:
-        raise unreadable(error, data.path) from None
     end = "none" if encoder.eos is None else f"id {encoder.eos}"
     said = f"tokenizer: {tokenizer} ({reason}); end of a document: {end}"
     batches.lines, batches.notes = _describe(config, form, trained, batches.parts[0], said)
@@ -265,19 +257,16 @@ def refuse_without_positions(config: Config, positions: bool, model: Any) -> Non
 def check_data(config: Config) -> list[str]:
     """Return what a dry run says about the data: it reads a first part, tokenises that and writes nothing."""
     data = config.data
-    try:
+    with readable(data.path):
         form, files = find_files(data.path) if data.path else ("text", [])
         tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
         if data.mix or (form not in DOCUMENTS and tokenizer == BYTES):
             return open_batches(config).lines
-        encoder = open_encoder(tokenizer)
-        refuse_vocabulary(encoder.name, encoder.size, known_vocab(config))
+        encoder = open_encoder(tokenizer, known_vocab(config))
         lines = [f"data: {data.path or LIBRARY} ({form}), not tokenised", f"tokenizer: {tokenizer} ({reason})"]
         if form in DOCUMENTS:
             kind, number = documents.try_first(form, files, encoder, reading_of(config))
             if not kind:
                 raise UserError(f"{data.path}: there is no data in it", hint="--data PATH")
             lines.append(f"data: rows of {kind}; the first {number} were tokenised")
-    except OSError as error:
-        raise unreadable(error, data.path) from None
     return lines

@@ -12,8 +12,8 @@ import numpy as np
 
 from zerocli.data import cache
 from zerocli.data.cache import ALONE, Node
-from zerocli.data.encoder import BYTES, FileEncoder, refuse_vocabulary
-from zerocli.data.files import TextCheck, find_files, text_pieces, unreadable
+from zerocli.data.encoder import BYTES, open_encoder
+from zerocli.data.files import TextCheck, find_files, readable, text_pieces
 from zerocli.errors import UserError
 from zerocli.ranks.startup import STARTUP
 
@@ -125,11 +125,8 @@ def open_source(
     cache `folder`; `node` says which rank of a node tokenises.
     """
     shown = path or "Python's standard library"
-    try:
-        parts = _parts(path, tokenizer, dtype, vocab, check, folder, node)
-        source = TokenSource(parts, vocab)
-    except OSError as error:
-        raise unreadable(error, shown) from None
+    with readable(shown):
+        source = TokenSource(_parts(path, tokenizer, dtype, vocab, check, folder, node), vocab)
     if len(source) == 0:
         raise UserError(f"{shown}: there is no data in it", hint="--data PATH")
     if len(source) < seq + 1:
@@ -157,8 +154,7 @@ def _parts(path: str, tokenizer: str, dtype: str, vocab: int, check: bool, folde
 
 def _tokenised(path: str, files: list[Path], tokenizer: str, vocab: int, folder: str, node: Node) -> list[Part]:
     """Return text as one stream of tokens, which is tokenised once, into a cache file."""
-    encoder = FileEncoder(tokenizer)
-    refuse_vocabulary(encoder.name, encoder.size, vocab)
+    encoder = open_encoder(tokenizer, vocab)
 
     def write(folder: Path, target: Path) -> None:
         writer = cache.Writer(folder, {"ids": encoder.dtype, "ends": np.int64})
