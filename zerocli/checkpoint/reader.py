@@ -16,7 +16,7 @@ import torch
 from tiers.pages import memory_of
 from zerocli.checkpoint.boxes import Box, overlapping
 from zerocli.checkpoint.manifest import Damaged, Manifest, Unreadable, open_file, piece_hash, read
-from zerocli.checkpoint.parts import Part
+from zerocli.checkpoint.sources import Part
 from zerocli.files import pread
 from zerocli.ranks.startup import STARTUP
 
@@ -88,14 +88,10 @@ class Reader:
         if len(tensor.pieces) == 1:
             return self.piece(name, 0)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for index in range(len(tensor.pieces)):
-            self._place(whole, name, index)
+        for index, piece in enumerate(tensor.pieces):
+            place = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+            whole[place] = self.piece(name, index)
         return whole
-
-    def _place(self, whole: torch.Tensor, name: str, index: int) -> None:
-        piece = self.manifest.tensors[name].pieces[index]
-        values = self.piece(name, index)
-        whole[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = values
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
