@@ -179,26 +179,26 @@ class VocabularyOut(Split):
         return module
 
 
-def split_vocabulary(embedding: str, vocab: int, tp: TensorParallel) -> dict[str, Split]:
-    """Return the plan of a decoder's embedding (of this name) and head; empty if the degree does not divide `vocab`."""
-    if vocab % tp.world:
-        return {}
-    return {embedding: VocabularyIn(tp), "head": VocabularyOut(tp, vocab)}
-
-
-def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split]:
-    """Return the plan that splits the attention of all blocks, which have this shape, by heads.
+def split_decoder(model: Any, embedding: str, mlp: dict[str, Split], tp: TensorParallel) -> dict[str, Split]:
+    """Return the plan of a decoder whose embedding has this name, given how the first layer of its MLPs is split.
 
     Queries, keys and values are sections of one layer's outputs, each made of heads in order: a rank's range of query
-    heads is the one that uses its range of key and value heads.
+    heads is the one that uses its range of key and value heads. Embedding and head are replicated if the degree does
+    not divide the vocabulary.
     """
-    heads, kv_heads, size = (int(getattr(attention, name)) for name in ("heads", "kv_heads", "head_dim"))
+    attention, vocab = model.blocks[0].attention, model.head.weight.shape[0]
+    heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
+    plan: dict[str, Split] = {}
+    if vocab % tp.world == 0:
+        plan = {embedding: VocabularyIn(tp), "head": VocabularyOut(tp, vocab)}
     norms = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
-    return {f"blocks.*.attention.{name}": HeadNorm(tp) for name in norms} | {
+    plan |= {f"blocks.*.attention.{name}": HeadNorm(tp) for name in norms}
+    plan |= {
         "blocks.*.attention": Heads(tp),
         "blocks.*.attention.qkv": Column(tp, heads * size, kv_heads * size, kv_heads * size),
         "blocks.*.attention.out": Row(tp),
     }
+    return plan | mlp | {"blocks.*.mlp.down": Row(tp)}
 
 
 def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) -> Callable[[], None]:
