@@ -132,23 +132,19 @@ def _refuse_untied(folder: str, weights: Weights, name: str, other: str) -> None
     """Raise UserError unless two tensors of a folder, which are one parameter in the model, hold the same values."""
     sizes = {each: weights.entries[each][1].numel for each in (name, other) if each in weights.entries}
     ends = [each.removeprefix(PREFIX) for each in (name, other)]
-    if len(sizes) == 1 and not _says_tied(folder):
+    if len(sizes) == 1:
+        if json.loads(read_regular(os.path.join(folder, ADAPTER_CONFIG), MAX_CONFIG_NBYTES)).get("ensure_weight_tying"):
+            return
         missing = next(end for end, each in zip(ends, (name, other), strict=True) if each not in sizes)
-        raise UserError(
-            f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and it has no {missing}: it was "
-            "trained with the two apart",
-            hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
-        )
-    if len(sizes) == 2 and not torch.equal(*(weights.read(each, 0, size) for each, size in sizes.items())):
-        raise UserError(
-            f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and differ there",
-            hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
-        )
-
-
-def _says_tied(folder: str) -> bool:
-    values = json.loads(read_regular(os.path.join(folder, ADAPTER_CONFIG), MAX_CONFIG_NBYTES))
-    return bool(values.get("ensure_weight_tying"))
+        fact = f"it has no {missing}: it was trained with the two apart"
+    elif len(sizes) == 2 and not torch.equal(*(weights.read(each, 0, size) for each, size in sizes.items())):
+        fact = "differ there"
+    else:
+        return
+    raise UserError(
+        f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and {fact}",
+        hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
+    )
 
 
 def peft_config(
