@@ -15,9 +15,8 @@ import json
 import math
 import secrets
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from zerocli.checkpoint import safetensors, source_files
 from zerocli.checkpoint.folder import MANIFEST, Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor, Unreadable, name_of
 from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.reader import Reader
+from zerocli.checkpoint.reader import Reader, in_order
 from zerocli.checkpoint.safetensors import Entry
 from zerocli.config import Config, from_dict, load
 from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
@@ -186,8 +185,8 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
     numel = sum(math.prod(manifest.tensors[_stored(manifest, name)].shape) for name in names)
     note = "" if config is None else f"Hugging Face names ({hugging.type_of(config.model) or config.model.family})"
     note = f"own names: {reason}" if reason else "the names of its folder" if theirs is not None else note
-    known = config is not None
-    return Exported(out, manifest.step, files, numel, note, known, f"{dtype} ({why})", folder=known and not reason)
+    named = config is not None
+    return Exported(out, manifest.step, files, numel, note, named, f"{dtype} ({why})", folder=named and not reason)
 
 
 def dtype_of(asked: str, begun: dict[str, Any] | None) -> tuple[str, str]:
@@ -359,14 +358,10 @@ def _fill(reader: Reader, path: Path, group: list[Row]) -> None:
     number = _threads(reader.manifest, group)
     with contextlib.closing(safetensors.Writer(path, [entry for _, entries in group for entry in entries])) as writer:
         with ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-            waiting: deque[Future[None]] = deque()
-            for mapping, entries in group:
-                for begin, values in _pieces(reader, mapping, entries):
-                    waiting.append(threads.submit(_place, writer, entries, begin, values))
-                    if len(waiting) > 2 * NUM_THREADS:
-                        waiting.popleft().result()
-            for future in waiting:
-                future.result()
+            pieces = ((es, *piece) for mapping, es in group for piece in _pieces(reader, mapping, es))
+            acts = (functools.partial(_place, writer, *piece) for piece in pieces)
+            for _ in in_order(threads, acts, 2 * NUM_THREADS):
+                pass
         writer.finish()
 
 

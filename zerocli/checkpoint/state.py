@@ -227,6 +227,7 @@ def _differs_from_first(engine: Engine, buffers: dict[str, torch.Tensor]) -> boo
 
 def _random_states(engine: Engine) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
     """Return this rank's random states, each with the function that restores it."""
+    states: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], None]]]
     states = {"cpu": (torch.get_rng_state(), torch.set_rng_state)}
     if engine.device.type == "cuda":
         restore = functools.partial(torch.cuda.set_rng_state, device=engine.device)

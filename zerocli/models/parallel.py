@@ -72,7 +72,7 @@ class Column(Split):
         assert isinstance(module, nn.Linear)
         return {f"width {i}": length for i, length in enumerate(self._sections or (module.out_features,), 1)}
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         super()._apply(module, device_mesh)
         module.out_features //= self.tp.world
         module.forward = lambda x: _column(x, module.weight, module.bias, self.tp)
@@ -90,7 +90,7 @@ class Row(Split):
         assert isinstance(module, nn.Linear)
         return {"width": module.in_features}
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         super()._apply(module, device_mesh)
         module.in_features //= self.tp.world
 
@@ -108,7 +108,7 @@ class Heads(Split):
     def extents(self, module: Any) -> dict[str, int]:
         return {"heads": int(module.heads), "kv_heads": int(module.kv_heads)}
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         module.heads //= self.tp.world
         module.kv_heads //= self.tp.world
         module.masks = self.tp.own_masks
@@ -135,7 +135,7 @@ class VocabularyIn(Split):
         assert isinstance(module, nn.Embedding)
         return {"weight": Cut(tuple(module.weight.shape), 0, (module.num_embeddings,))}
 
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         super()._apply(module, device_mesh)
         module.num_embeddings //= self.tp.world
         first, stop = self.tp.rank * module.num_embeddings, (self.tp.rank + 1) * module.num_embeddings
