@@ -235,7 +235,7 @@ class EncodedBase:
         every = [name for _, named in claimed for name, _ in named]
         by_name, _ = names_in_files(model, every, weights, config.model)
         self._of = {there: by_name[name] for name in encoded for there in by_name[name].theirs}
-        self._last: tuple[str, torch.Tensor] | None = None
+        self.whole = functools.lru_cache(maxsize=1)(self._whole)
 
     def holds(self, name: str) -> bool:
         """Return whether a tensor of the files, or what it is a part of, was encoded."""
@@ -245,15 +245,13 @@ class EncodedBase:
         """Return a tensor of the files with the values that the run computed with, in its own shape."""
         return part_of(self.whole(self._of[name]), self._of[name], self._weights, name)
 
-    def whole(self, mapping: Mapping) -> torch.Tensor:
+    def _whole(self, mapping: Mapping) -> torch.Tensor:
         """Return the elements of a parameter, which may be several tensors of the files; the last is kept."""
-        if self._last is None or self._last[0] != mapping.ours:
-            flat = read_whole(mapping, self._weights)
-            padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
-            padded[: flat.numel()] = flat
-            decode(self._codec, encode(self._codec, padded), padded)
-            self._last = mapping.ours, padded[: flat.numel()]
-        return self._last[1]
+        flat = read_whole(mapping, self._weights)
+        padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
+        padded[: flat.numel()] = flat
+        decode(self._codec, encode(self._codec, padded), padded)
+        return padded[: flat.numel()]
 
 
 def read_whole(mapping: Mapping, weights: Weights) -> torch.Tensor:

@@ -154,7 +154,7 @@ class Merged:
             self._stored = EncodedBase(config, weights, precision.compute)
         self._packed: dict[str, Packed] = {}
         """Name of a tensor in the files -> the packed tensor with adapters that it is a part of."""
-        self._last: tuple[Packed, torch.Tensor] | None = None
+        self._merged_packed = functools.lru_cache(maxsize=1)(self._merge_packed)
         if packed:
             model = build_model(config.model, config.train.seq, "meta")
             by_name, _ = names_in_files(model, [], weights, config.model)
@@ -187,16 +187,14 @@ class Merged:
         entry = self._weights.entries[name][1]
         return self._weights.read(name, 0, entry.numel).view(entry.shape)
 
-    def _merged_packed(self, packed: Packed) -> torch.Tensor:
+    def _merge_packed(self, packed: Packed) -> torch.Tensor:
         """Return the elements of a packed tensor with its adapters added, in fp32; the last is kept."""
-        if self._last is None or self._last[0] != packed:
-            stored, mapping = self._stored, packed.mapping
-            encoded = stored is not None and stored.holds(mapping.theirs[0])
-            whole = stored.whole(mapping) if stored is not None and encoded else read_whole(mapping, self._weights)
-            a, b = (self._reader.tensor(f"{packed.adapter}.{each}").float() for each in "ab")
-            made = add_packed(whole.float().view(packed.shape), a, b, packed.factor, packed.transposed)
-            self._last = packed, made.reshape(-1)
-        return self._last[1]
+        stored, mapping = self._stored, packed.mapping
+        encoded = stored is not None and stored.holds(mapping.theirs[0])
+        whole = stored.whole(mapping) if stored is not None and encoded else read_whole(mapping, self._weights)
+        a, b = (self._reader.tensor(f"{packed.adapter}.{each}").float() for each in "ab")
+        made = add_packed(whole.float().view(packed.shape), a, b, packed.factor, packed.transposed)
+        return made.reshape(-1)
 
     def _merged(self, matrix: torch.Tensor, adapter: str, factor: float) -> torch.Tensor:
         """Return a matrix of the files with an adapter added, in fp32."""

@@ -12,30 +12,20 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerocli.checkpoint.manifest import name_of
 from zerocli.engine.units.codecs import NF4
 
+if TYPE_CHECKING:
+    from zerocli.checkpoint.safetensors import Entry
+
 Read = Callable[[str, int, int], torch.Tensor]
 """Return elements [start, stop) of a stored tensor in its own dtype."""
 Decode = Callable[[Read, int, int], torch.Tensor]
 """Return elements [start, stop) of a decoded tensor; both are multiples of its grain, or its end."""
-
-
-class Stored(Protocol):
-    """A tensor as the files describe it."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class Decoded:
     decode: Decode
 
 
-Tensors = Mapping[str, Stored]
+Tensors = Mapping[str, "Entry"]
 Method = Callable[[Tensors, Read, str], Decoded | None]
 """Return the tensor of the model whose codes or scales the named stored tensor is; None if it is neither."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
