@@ -118,10 +118,9 @@ def load_adapters(engine: Engine, folder: str, model: ModelConfig, kept: set[str
             _refuse_untied(folder, weights, by_name[name].theirs[0], other)
             used.add(other)
     if left := sorted(weights.entries.keys() - used):
+        have = f"and {len(left) - 1} others have" if len(left) > 1 else "has"
         raise UserError(
-            f"{folder}: {left[0]} and {len(left) - 1} others have no counterpart in this model"
-            if len(left) > 1
-            else f"{folder}: {left[0]} has no counterpart in this model",
+            f"{folder}: {left[0]} {have} no counterpart in this model",
             hint="the model that the adapters were trained on, or without --lora FOLDER",
         )
     fill(engine, weights, by_name, "the model that these adapters were trained on, or --lora RANK for new ones")

@@ -121,14 +121,14 @@ def overlapping(found: Iterable[Box], offsets: Rows, sizes: Rows) -> Iterator[li
         yield np.flatnonzero((common > 0).all(1)).tolist()
 
 
-def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:
+def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span) -> Iterator[Box]:
     """Yield, in global coordinates, boxes that tile the run of a rank's own parameter of `shape`."""
     inner = math.prod(shape[1:])
     for block in extent.blocks:
         part = Span(block.rows.start * inner, block.rows.stop * inner).intersect(run)
         if not part.numel:
             continue
-        for box in boxes(shape, part, limit):
+        for box in boxes(shape, part):
             inside = (box.offsets[0] - block.rows.start, *box.offsets[1:]) if shape else ()
             offsets = tuple(a + b for a, b in zip(inside, block.offsets, strict=True))
             yield Box(offsets, box.sizes, box.start + part.start - run.start)
