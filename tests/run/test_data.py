@@ -113,7 +113,9 @@ def test_a_slice_is_the_same_over_any_parts(numels, data):
     length = data.draw(st.integers(0, len(source) - start))
     taken = source.slice(start, length)
     assert taken.dtype == np.int64 and taken.tolist() == list(range(start, start + length))
-    assert source.slice(0, len(source)).max() == len(source) - 1
+    part = source.part(start, start + length)
+    assert part.slice(0, length).tolist() == taken.tolist()
+    assert len(part.rest()) == len(source) - start - length and len(source.rest()) == 0
 
 
 def test_the_default_is_the_standard_library():
