@@ -73,8 +73,8 @@ class Saver:
         """The last step for which a save was requested."""
         self.saved: int | None = None
         """The last step that was saved."""
-        self.longest_seconds = 0.0
-        """Seconds of the longest save, from snapshot to commit."""
+        self.last_seconds = self.longest_seconds = 0.0
+        """Seconds of the last save and the longest, from snapshot to commit."""
 
     def _affordable(self, asked: int, written: int) -> int:
         """Return the buffer that the host can afford: at most half of its free memory, shared by its ranks."""
@@ -121,7 +121,7 @@ class Saver:
             self.progress.arrived()
             snapshot.stop_holding()
         seconds = time.monotonic() - began
-        self.longest_seconds = max(self.longest_seconds, seconds)
+        self.last_seconds, self.longest_seconds = seconds, max(self.longest_seconds, seconds)
         self.saved = step
         if self._rank == 0:
             self._say(f"checkpoint of step {step} saved in {seconds:.1f} s: {writer.folder}{self._advice(snapshot)}")
