@@ -158,7 +158,8 @@ def measure(engine: Engine, config: configs.Config, folder: Path, steps: int, nu
         sys.exit(saver.failure)
     manifest = read_manifest(Folder(folder / "checkpoints").of(num_saves))
     duration, raw = statistics.median(save["seconds"] for save in saves), statistics.median(raws)
-    rates = {"raw": raw, "save": manifest.nbytes / duration}
+    nbytes = sum(manifest.files.values())
+    rates = {"raw": raw, "save": nbytes / duration}
     if rank == 0:
         began = time.perf_counter()
         done = export.write(Folder(folder / "checkpoints").of(num_saves), manifest, folder / "out", "fp32", 5 * 10**9)
@@ -171,7 +172,7 @@ def measure(engine: Engine, config: configs.Config, folder: Path, steps: int, nu
         "device": str(engine.device),
         "cores": os.cpu_count(),
         "step_seconds": statistics.median(plains),
-        "save_bytes": manifest.nbytes,
+        "save_bytes": nbytes,
         "save_seconds": duration,
         "stall_share_of_save": statistics.median(save["stall"] / save["seconds"] for save in saves),
         "saves": saves,

@@ -361,8 +361,7 @@ def parts_of(layouts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
     import torch
 
     from zerocli.checkpoint.boxes import boxes_of, whole
-    from zerocli.checkpoint.parts import Part
-    from zerocli.checkpoint.sources import Memory
+    from zerocli.checkpoint.sources import Memory, Part
     from zerocli.layout.shards import owned
 
     source = Memory(torch.empty(0))

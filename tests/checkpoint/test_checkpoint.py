@@ -30,8 +30,7 @@ from zerocli.checkpoint import saver as savers
 from zerocli.checkpoint import snapshot as snapshots
 from zerocli.checkpoint.boxes import Block, Box, Extent, boxes, boxes_of, overlapping, tile, whole
 from zerocli.checkpoint.manifest import Piece
-from zerocli.checkpoint.parts import Part
-from zerocli.checkpoint.sources import Memory
+from zerocli.checkpoint.sources import Memory, Part
 from zerocli.checkpoint.writer import tensors_of
 from zerocli.engine.events import Probe
 from zerocli.layout import constants

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerocli.data import cache, documents
-from zerocli.data.caching import Node
+from zerocli.data.cache import Node
 from zerocli.data.chat import find_template
 from zerocli.data.encoder import Encoder, FileEncoder, find_tokenizer
 from zerocli.data.files import find_files

@@ -29,8 +29,7 @@ from zerocli.engine.tensor_parallel import Cut, TensorParallel, local_numel
 from zerocli.engine.units.unit import MASTER
 from zerocli.errors import UserError
 from zerocli.models import build
-from zerocli.models.loss import IGNORED, linear_cross_entropy
-from zerocli.models.parallel import _Part
+from zerocli.models.loss import IGNORED, Part, linear_cross_entropy
 from zerocli.run import dry_run, engines, trainer
 
 # The first is what the others are compared with.
@@ -248,7 +247,7 @@ def _loss_of_parts(num_tokens: int, vocab: int, ignored: int, chunk: int) -> tup
     x, weight, targets = _loss_case(num_tokens, vocab, ignored)
     each = vocab // axis.world
     rows = weight.detach()[axis.rank * each : (axis.rank + 1) * each].clone().requires_grad_()
-    loss = linear_cross_entropy(x, rows, targets, chunk, _Part(axis, axis.rank * each))
+    loss = linear_cross_entropy(x, rows, targets, chunk, Part(axis, axis.rank * each))
     loss.backward(torch.tensor(3.0))
     return loss.detach(), x.grad, rows.grad
 

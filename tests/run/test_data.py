@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from leaks import nothing_left_open
 
 from zerocli.data import files, tokens
-from zerocli.data.batches import Batches, Prefetcher, TokenSource, open_source, permute
-from zerocli.data.tokens import Part
+from zerocli.data.batches import Batches, Prefetcher, permute
+from zerocli.data.tokens import Part, TokenSource, open_source
 from zerocli.errors import UserError
 
 some = settings(max_examples=50, deadline=None)
@@ -113,14 +113,16 @@ def test_a_slice_is_the_same_over_any_parts(numels, data):
     length = data.draw(st.integers(0, len(source) - start))
     taken = source.slice(start, length)
     assert taken.dtype == np.int64 and taken.tolist() == list(range(start, start + length))
-    assert source.max_id == len(source) - 1
+    part = source.part(start, start + length)
+    assert part.slice(0, length).tolist() == taken.tolist()
+    assert len(part.rest()) == len(source) - start - length and len(source.rest()) == 0
 
 
 def test_the_default_is_the_standard_library():
     source = open_source("", vocab=256, seq=128)
     assert 3e6 < len(source) <= tokens.LIBRARY_NBYTES
     assert source.parts[0].name.endswith(".py")
-    assert source.max_id < 256
+    assert source.slice(0, len(source)).max() < 256
 
 
 def test_text_and_folders_are_bytes_in_the_order_of_their_paths(tmp_path, monkeypatch):
@@ -139,7 +141,8 @@ def test_bin_files_are_token_ids(tmp_path, dtype):
     np.array([1, 2, 999], dtype or "uint16").tofile(tmp_path / "x.bin")
     source = open_source(str(tmp_path / "x.bin"), dtype=dtype)
     assert source.slice(0, 3).tolist() == [1, 2, 999]
-    assert open_source(str(tmp_path), dtype=dtype).max_id == 999
+    source = open_source(str(tmp_path), dtype=dtype)
+    assert source.slice(0, len(source)).max() == 999
 
 
 def test_npy_files_are_token_ids(tmp_path):

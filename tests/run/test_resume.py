@@ -118,7 +118,8 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_another_stage(tmp_path):
 
 
 def test_a_changed_global_batch_goes_on_in_the_data_where_it_stopped(tmp_path):
-    from zerocli.data.batches import Batches, open_source
+    from zerocli.data.batches import Batches
+    from zerocli.data.tokens import open_source
 
     source = open_source("", seq=8)
     before, after = Batches(source, 2, 8), Batches(source, 3, 8, begun=(5, 20))

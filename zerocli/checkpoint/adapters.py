@@ -118,10 +118,9 @@ def load_adapters(engine: Engine, folder: str, model: ModelConfig, kept: set[str
             _refuse_untied(folder, weights, by_name[name].theirs[0], other)
             used.add(other)
     if left := sorted(weights.entries.keys() - used):
+        have = f"and {len(left) - 1} others have" if len(left) > 1 else "has"
         raise UserError(
-            f"{folder}: {left[0]} and {len(left) - 1} others have no counterpart in this model"
-            if len(left) > 1
-            else f"{folder}: {left[0]} has no counterpart in this model",
+            f"{folder}: {left[0]} {have} no counterpart in this model",
             hint="the model that the adapters were trained on, or without --lora FOLDER",
         )
     fill(engine, weights, by_name, "the model that these adapters were trained on, or --lora RANK for new ones")
@@ -132,23 +131,19 @@ def _refuse_untied(folder: str, weights: Weights, name: str, other: str) -> None
     """Raise UserError unless two tensors of a folder, which are one parameter in the model, hold the same values."""
     sizes = {each: weights.entries[each][1].numel for each in (name, other) if each in weights.entries}
     ends = [each.removeprefix(PREFIX) for each in (name, other)]
-    if len(sizes) == 1 and not _says_tied(folder):
+    if len(sizes) == 1:
+        if json.loads(read_regular(os.path.join(folder, ADAPTER_CONFIG), MAX_CONFIG_NBYTES)).get("ensure_weight_tying"):
+            return
         missing = next(end for end, each in zip(ends, (name, other), strict=True) if each not in sizes)
-        raise UserError(
-            f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and it has no {missing}: it was "
-            "trained with the two apart",
-            hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
-        )
-    if len(sizes) == 2 and not torch.equal(*(weights.read(each, 0, size) for each, size in sizes.items())):
-        raise UserError(
-            f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and differ there",
-            hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
-        )
-
-
-def _says_tied(folder: str) -> bool:
-    values = json.loads(read_regular(os.path.join(folder, ADAPTER_CONFIG), MAX_CONFIG_NBYTES))
-    return bool(values.get("ensure_weight_tying"))
+        fact = f"it has no {missing}: it was trained with the two apart"
+    elif len(sizes) == 2 and not torch.equal(*(weights.read(each, 0, size) for each, size in sizes.items())):
+        fact = "differ there"
+    else:
+        return
+    raise UserError(
+        f"{folder}: {ends[0]} and {ends[1]} are one parameter in this model, and {fact}",
+        hint="peft's ensure_weight_tying=True trains them as one; or --lora RANK for new adapters",
+    )
 
 
 def peft_config(
@@ -239,7 +234,7 @@ class EncodedBase:
         every = [name for _, named in claimed for name, _ in named]
         by_name, _ = names_in_files(model, every, weights, config.model)
         self._of = {there: by_name[name] for name in encoded for there in by_name[name].theirs}
-        self._last: tuple[str, torch.Tensor] | None = None
+        self.whole = functools.lru_cache(maxsize=1)(self._whole)
 
     def holds(self, name: str) -> bool:
         """Return whether a tensor of the files, or what it is a part of, was encoded."""
@@ -249,15 +244,13 @@ class EncodedBase:
         """Return a tensor of the files with the values that the run computed with, in its own shape."""
         return part_of(self.whole(self._of[name]), self._of[name], self._weights, name)
 
-    def whole(self, mapping: Mapping) -> torch.Tensor:
+    def _whole(self, mapping: Mapping) -> torch.Tensor:
         """Return the elements of a parameter, which may be several tensors of the files; the last is kept."""
-        if self._last is None or self._last[0] != mapping.ours:
-            flat = read_whole(mapping, self._weights)
-            padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
-            padded[: flat.numel()] = flat
-            decode(self._codec, encode(self._codec, padded), padded)
-            self._last = mapping.ours, padded[: flat.numel()]
-        return self._last[1]
+        flat = read_whole(mapping, self._weights)
+        padded = torch.zeros(round_up(flat.numel(), GRAIN), dtype=self._dtype)
+        padded[: flat.numel()] = flat
+        decode(self._codec, encode(self._codec, padded), padded)
+        return padded[: flat.numel()]
 
 
 def read_whole(mapping: Mapping, weights: Weights) -> torch.Tensor:

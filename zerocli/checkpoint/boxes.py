@@ -65,36 +65,20 @@ def whole(shape: tuple[int, ...]) -> Extent:
 
 def boxes(shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:
     """Yield boxes of at most `limit` elements that tile a run of a row-major tensor; `start` is within the run."""
-    for box in _boxes(shape, run.start, run.stop, limit):
-        yield Box(box.offsets, box.sizes, box.start - run.start)
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int, limit: int) -> Iterator[Box]:
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and run.numel:
         yield Box((), (), 0)
         return
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # whole rows
-    if first > last:  # within one row
-        yield from _row(shape, last, start, stop, limit)
-        return
-    yield from _row(shape, first - 1, start, first * inner, limit)
-    each = limit // inner
-    for row in range(first, last, max(1, each)):
-        if each:
-            rows = min(each, last - row)
-            yield Box((row, *(0,) * (len(shape) - 1)), (rows, *shape[1:]), row * inner)
-        else:
-            yield from _row(shape, row, row * inner, (row + 1) * inner, limit)
-    yield from _row(shape, last, last * inner, stop, limit)
-
-
-def _row(shape: tuple[int, ...], row: int, start: int, stop: int, limit: int) -> Iterator[Box]:
-    base = row * math.prod(shape[1:])
-    for box in _boxes(shape[1:], start - base, stop - base, limit):
-        yield Box((row, *box.offsets), (1, *box.sizes), base + box.start)
+    at = run.start
+    while at < run.stop:
+        left, inner, dim = run.stop - at, 1, len(shape) - 1  # `inner` elements are one index of dimension `dim`
+        while dim > 0 and at % (inner * shape[dim]) == 0 and inner * shape[dim] <= min(left, limit):
+            inner, dim = inner * shape[dim], dim - 1
+        place = [at // math.prod(shape[d + 1 :]) % shape[d] for d in range(dim + 1)]
+        # As many of that dimension as are left in the run, in their row and in the limit.
+        count = min(left // inner, shape[dim] - place[dim], max(1, limit // inner))
+        offsets = (*place, *(0,) * (len(shape) - dim - 1))
+        yield Box(offsets, (*(1,) * dim, count, *shape[dim + 1 :]), at - run.start)
+        at += count * inner
 
 
 def tile(shape: tuple[int, ...], offsets: Rows, sizes: Rows) -> bool:
@@ -137,14 +121,14 @@ def overlapping(found: Iterable[Box], offsets: Rows, sizes: Rows) -> Iterator[li
         yield np.flatnonzero((common > 0).all(1)).tolist()
 
 
-def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span, limit: int = PIECE_NUMEL) -> Iterator[Box]:
+def boxes_of(extent: Extent, shape: tuple[int, ...], run: Span) -> Iterator[Box]:
     """Yield, in global coordinates, boxes that tile the run of a rank's own parameter of `shape`."""
     inner = math.prod(shape[1:])
     for block in extent.blocks:
         part = Span(block.rows.start * inner, block.rows.stop * inner).intersect(run)
         if not part.numel:
             continue
-        for box in boxes(shape, part, limit):
+        for box in boxes(shape, part):
             inside = (box.offsets[0] - block.rows.start, *box.offsets[1:]) if shape else ()
             offsets = tuple(a + b for a, b in zip(inside, block.offsets, strict=True))
             yield Box(offsets, box.sizes, box.start + part.start - run.start)

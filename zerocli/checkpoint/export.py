@@ -13,12 +13,10 @@ import functools
 import itertools
 import json
 import math
-import os
+import secrets
 import shutil
-import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,9 @@ import torch
 
 from zerocli.checkpoint import safetensors, source_files
 from zerocli.checkpoint.folder import MANIFEST, Folder
-from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor, Unreadable
+from zerocli.checkpoint.manifest import Damaged, Manifest, Tensor, Unreadable, name_of
 from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.reader import Reader
+from zerocli.checkpoint.reader import Reader, in_order
 from zerocli.checkpoint.safetensors import Entry
 from zerocli.config import Config, from_dict, load
 from zerocli.errors import DOES_NOT_FIT, FAILURE, UserError
@@ -50,23 +48,30 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export."""
+    """The result of an export to the folder `out`."""
 
+    out: Path
     step: int
     files: list[str]
     parameters: int
-    nbytes: int
     note: str
     model: bool
     """Whether the config.json beside the weights describes the model."""
-    dtype: str = "fp32"
+    dtype: str
     """What was written, and why, in words."""
     folder: bool = False
     """Whether it is a Hugging Face folder, which `zerocli train` takes as CONFIG."""
-    tokenizer: bool = False
-    """Whether a tokenizer.json lies beside the weights."""
     adapters: str | None = None
     """Of adapters: the base that they are for; empty if it has random weights."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.out / file).stat().st_size for file in self.files)
+
+    @property
+    def tokenizer(self) -> bool:
+        """Whether a tokenizer.json lies beside the weights."""
+        return (self.out / "tokenizer.json").is_file()
 
 
 def export(
@@ -93,9 +98,17 @@ def export(
     for path in found:
         try:
             manifest = read_manifest(path)
-            if with_adapters(manifest, merge):
-                return _export_adapters(path, manifest, out, dtype, file_nbytes, merge, base)
-            return write(path, manifest, out, dtype, file_nbytes)
+            config = _config(manifest)
+            if config is None or not config.lora.rank:
+                if merge:
+                    raise UserError("--merge: the run trained no adapters", hint="the same without --merge")
+                return write(path, manifest, out, dtype, file_nbytes)
+            from zerocli.checkpoint.export_adapters import write_adapters, write_merged
+
+            config = config.with_values({"train.init_from": base}) if base else config
+            if merge:
+                return write_merged(path, manifest, config, out, dtype, file_nbytes)
+            return write_adapters(path, manifest, config, out, dtype)
         except Unreadable as error:
             raise UserError(str(error), exit_code=FAILURE) from None
         except Damaged as error:
@@ -129,35 +142,12 @@ def candidates(run: str, step: int | None) -> list[Path]:
     return wanted
 
 
-def with_adapters(manifest: Manifest, merge: bool) -> bool:
-    """Return whether a checkpoint is of adapters; UserError if there are none to merge."""
-    config = _config(manifest)
-    found = config is not None and config.lora.rank > 0
-    if merge and not found:
-        raise UserError("--merge: the run trained no adapters", hint="the same without --merge")
-    return found
-
-
-def _export_adapters(
-    path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int, merge: bool, base: str
-) -> Exported:
-    from zerocli.checkpoint.export_adapters import write_adapters, write_merged
-
-    config = _config(manifest)
-    assert config is not None
-    if base:
-        config = config.with_values({"train.init_from": base})
-    if merge:
-        return write_merged(path, manifest, config, out, dtype, file_nbytes)
-    return write_adapters(path, manifest, config, out, dtype)
-
-
 def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: int) -> Exported:
     """Write one checkpoint's parameters to `out`, which is absent or empty; raise Damaged if it is not whole."""
     config = _config(manifest)
     source = path.absolute().parent.parent / source_files.FOLDER
     begun_from = source_files.config_of(source) if config and config.model.folder else None
-    dtype, why = (dtype, "as asked") if dtype else dtype_of(begun_from)
+    dtype, why = dtype_of(dtype, begun_from)
     theirs = source_files.names_of(source) if config and config.model.code == "transformers" else None
     reason = hugging.known(config.model) if config else "the checkpoint does not say which model it is of"
     names = [name.removeprefix("parameters/") for name in manifest.tensors if name.startswith("parameters/")]
@@ -178,9 +168,11 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
         raise Damaged(f"it has no parameter {missing[0]}, which the model of its config has")
     if beside := sorted(set(names) - told):
         raise Damaged(f"it has a parameter {beside[0]}, which the model of its config does not have")
-    with export_folder(out) as aside:
-        files = _write(path, manifest, mapped, zeros, aside, DTYPES[dtype], file_nbytes)
-        about: dict[str, Any] = {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+    with export_folder(out) as aside, Reader(path, manifest) as reader:
+        rows: list[Row] = [*_entries(manifest, mapped, DTYPES[dtype])]
+        rows += [(None, [Entry(name, DTYPES[dtype], (numel,))]) for name, numel in zeros]
+        files = write_files(rows, aside, file_nbytes, functools.partial(_fill, reader))
+        about: dict[str, Any] = {"torch_dtype": name_of(DTYPES[dtype])}
         if begun_from is not None and config and not reason:
             about = _as_begun(begun_from, config, manifest, source, about["torch_dtype"])
         elif config and not reason:
@@ -191,26 +183,28 @@ def write(path: Path, manifest: Manifest, out: Path, dtype: str, file_nbytes: in
         if begun_from is not None:
             source_files.copy(str(source), aside)
     numel = sum(math.prod(manifest.tensors[_stored(manifest, name)].shape) for name in names)
-    nbytes = sum((out / file).stat().st_size for file in files)
     note = "" if config is None else f"Hugging Face names ({hugging.type_of(config.model) or config.model.family})"
     note = f"own names: {reason}" if reason else "the names of its folder" if theirs is not None else note
-    described = config is not None
-    tokenizer = (out / "tokenizer.json").is_file()
-    about_dtype = f"{dtype} ({why})"
-    return Exported(
-        manifest.step, files, numel, nbytes, note, described, about_dtype, described and not reason, tokenizer
-    )
+    named = config is not None
+    return Exported(out, manifest.step, files, numel, note, named, f"{dtype} ({why})", folder=named and not reason)
 
 
-def dtype_of(begun: dict[str, Any] | None) -> tuple[str, str]:
-    """Return the dtype of the weights that a run began from, by their config.json, and the reason for it."""
+def dtype_of(asked: str, begun: dict[str, Any] | None) -> tuple[str, str]:
+    """Return the dtype to write and why: as asked, or as the config.json says of the weights that a run began from."""
+    if asked:
+        return asked, "as asked"
     if begun is None:
         return "fp32", "as they are trained"
     said = begun.get("dtype") or begun.get("torch_dtype")
     for name, dtype in DTYPES.items():
-        if said == str(dtype).removeprefix("torch."):
+        if said == name_of(dtype):
             return name, "as the folder that the run began from"
     return "fp32", "the folder that the run began from does not say"
+
+
+def dtype_key(about: dict[str, Any]) -> str:
+    """Return the key under which a config.json says the dtype of its weights."""
+    return "dtype" if "dtype" in about and "torch_dtype" not in about else "torch_dtype"
 
 
 def _as_begun(begun: dict[str, Any], config: Config, manifest: Manifest, source: Path, dtype: str) -> dict[str, Any]:
@@ -225,7 +219,7 @@ def _as_begun(begun: dict[str, Any], config: Config, manifest: Manifest, source:
             ours = hugging.config_json(config.model, seq, dtype)
             kept = ("max_position_embeddings", "n_positions")
             about |= {key: value for key, value in ours.items() if value is not None and key not in kept}
-    about["dtype" if "dtype" in begun and "torch_dtype" not in begun else "torch_dtype"] = dtype
+    about[dtype_key(begun)] = dtype
     return about
 
 
@@ -252,11 +246,10 @@ def export_folder(out: Path) -> Iterator[Path]:
     """
     target = out.absolute()
     within = target if target.exists() else target.parent
-    aside = None
+    aside = within / f"{target.name}.export-{secrets.token_hex(8)}.tmp"
     try:
         within.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f"{target.name}.export-", suffix=".tmp", dir=within))
-        aside.chmod(0o777 & ~_umask())
+        aside.mkdir()
         yield aside
         sync_folder(aside)
         if within == target:
@@ -269,14 +262,7 @@ def export_folder(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror})", exit_code=FAILURE) from None
     finally:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _config(manifest: Manifest) -> Config | None:
@@ -307,24 +293,6 @@ def _entries(manifest: Manifest, mapped: list[Mapping], dtype: torch.dtype) -> I
         if mapping.transposed:
             shapes = [tuple(reversed(shape)) for shape in shapes]
         yield mapping, [Entry(name, kind, shape) for name, shape in zip(mapping.theirs, shapes, strict=True)]
-
-
-def _write(
-    path: Path,
-    manifest: Manifest,
-    mapped: list[Mapping],
-    zeros: list[tuple[str, int]],
-    aside: Path,
-    dtype: torch.dtype,
-    file_nbytes: int,
-) -> list[str]:
-    extra: list[Row] = [(None, [Entry(name, dtype, (numel,))]) for name, numel in zeros]
-    with Reader(path, manifest) as reader:
-        with ThreadPoolExecutor(
-            _threads(manifest, mapped), initializer=torch.set_num_threads, initargs=(1,)
-        ) as threads:
-            rows: list[Row] = [*_entries(manifest, mapped, dtype), *extra]
-            return write_files(rows, aside, file_nbytes, lambda file, group: _fill(reader, file, group, threads))
 
 
 def write_files(
@@ -367,19 +335,14 @@ def refuse_full_disk(aside: Path, nbytes: int) -> None:
 
 def write_parameters(path: Path, manifest: Manifest, mapped: list[Mapping], file: Path, dtype: torch.dtype) -> None:
     """Write some of a checkpoint's parameters to one file."""
-    group: list[Row] = [*_entries(manifest, mapped, dtype)]
-    with Reader(path, manifest) as reader, ThreadPoolExecutor(_threads(manifest, mapped)) as threads:
-        _fill(reader, file, group, threads)
+    with Reader(path, manifest) as reader:
+        _fill(reader, file, [*_entries(manifest, mapped, dtype)])
 
 
-def _threads(manifest: Manifest, mapped: list[Mapping]) -> int:
+def _threads(manifest: Manifest, group: list[Row]) -> int:
     """Return the number of threads: a tensor that is held whole needs three times its size for a moment."""
-    tensors = ((manifest.tensors[_stored(manifest, mapping.ours)], mapping) for mapping in mapped)
-    whole = [
-        math.prod(tensor.shape) * tensor.dtype.itemsize
-        for tensor, mapping in tensors
-        if _starts(tensor, mapping) is None
-    ]
+    mapped = [(manifest.tensors[_stored(manifest, each.ours)], each) for each, _ in group if each is not None]
+    whole = [math.prod(t.shape) * t.dtype.itemsize for t, mapping in mapped if _starts(t, mapping) is None]
     return max(1, min(NUM_THREADS, MEMORY_NBYTES // (3 * max(whole, default=1))))
 
 
@@ -390,59 +353,43 @@ def _starts(tensor: Tensor, mapping: Mapping) -> list[int] | None:
     return known if len(known) == len(starts) and not mapping.transposed else None
 
 
-def _fill(reader: Reader, path: Path, group: list[Row], threads: ThreadPoolExecutor) -> None:
+def _fill(reader: Reader, path: Path, group: list[Row]) -> None:
     """Write one file."""
-    writer = safetensors.Writer(path, [entry for _, entries in group for entry in entries])
-    waiting: deque[Future[None]] = deque()
-    try:
-        for mapping, entries in group:
-            for job in _jobs(reader, writer, mapping, entries):
-                waiting.append(threads.submit(job))
-                if len(waiting) > 2 * NUM_THREADS:
-                    waiting.popleft().result()
-        while waiting:
-            waiting.popleft().result()
+    number = _threads(reader.manifest, group)
+    with contextlib.closing(safetensors.Writer(path, [entry for _, entries in group for entry in entries])) as writer:
+        with ThreadPoolExecutor(number, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            pieces = ((es, *piece) for mapping, es in group for piece in _pieces(reader, mapping, es))
+            acts = (functools.partial(_place, writer, *piece) for piece in pieces)
+            for _ in in_order(threads, acts, 2 * NUM_THREADS):
+                pass
         writer.finish()
-    finally:
-        wait(waiting)
-        writer.close()
 
 
-def _jobs(
-    reader: Reader, writer: safetensors.Writer, mapping: Mapping | None, entries: list[Entry]
-) -> Iterator[Callable[[], None]]:
-    """Yield functions that write one of our parameters to the tensors that it becomes (None: zeros)."""
+def _pieces(
+    reader: Reader, mapping: Mapping | None, entries: list[Entry]
+) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
+    """Yield (first element, function that reads the values) of the pieces of one of our parameters (None: zeros)."""
     if mapping is None:
-        yield lambda: _zero(writer, entries)
+        yield 0, lambda: torch.zeros(entries[0].numel)
         return
     name = _stored(reader.manifest, mapping.ours)
     starts = _starts(reader.manifest.tensors[name], mapping)
     if starts is None:
-        turned = mapping.transposed
-        yield lambda: _place(writer, entries, 0, reader.tensor(name).t() if turned else reader.tensor(name))
+        yield 0, lambda: reader.tensor(name).t() if mapping.transposed else reader.tensor(name)
         return
     for index, begin in enumerate(starts):
-        yield functools.partial(_move, reader, writer, entries, name, index, begin)
+        yield begin, functools.partial(reader.piece, name, index)
 
 
-def _move(reader: Reader, writer: safetensors.Writer, entries: list[Entry], name: str, index: int, begin: int) -> None:
-    _place(writer, entries, begin, reader.piece(name, index))
-
-
-def _place(writer: safetensors.Writer, entries: list[Entry], begin: int, values: torch.Tensor) -> None:
+def _place(writer: safetensors.Writer, entries: list[Entry], begin: int, read: Callable[[], torch.Tensor]) -> None:
     """Write values to the entries, as the elements from `begin` on of their concatenation."""
-    values = values.reshape(-1)
+    values = read().reshape(-1)
     at = 0
     for entry in entries:
         low, high = max(begin, at), min(begin + values.numel(), at + entry.numel)
         if low < high:
             writer.write(entry.name, low - at, values[low - begin : high - begin])
         at += entry.numel
-
-
-def _zero(writer: safetensors.Writer, entries: list[Entry]) -> None:
-    for entry in entries:
-        writer.write(entry.name, 0, torch.zeros(entry.numel, dtype=entry.dtype))
 
 
 def flat_start(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int | None:

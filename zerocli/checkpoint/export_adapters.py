@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -21,9 +22,18 @@ from zerocli.checkpoint.adapters import (
     read_whole,
     refuse_other_base,
 )
-from zerocli.checkpoint.export import DTYPES, Exported, Row, dtype_of, export_folder, write_files, write_parameters
+from zerocli.checkpoint.export import (
+    DTYPES,
+    Exported,
+    Row,
+    dtype_key,
+    dtype_of,
+    export_folder,
+    write_files,
+    write_parameters,
+)
 from zerocli.checkpoint.imports import names_in_files
-from zerocli.checkpoint.manifest import Manifest
+from zerocli.checkpoint.manifest import Manifest, name_of
 from zerocli.checkpoint.reader import Reader
 from zerocli.checkpoint.safetensors import Entry, Weights
 from zerocli.config import Config, hub
@@ -49,15 +59,16 @@ def write_adapters(path: Path, manifest: Manifest, config: Config, out: Path, dt
     kept = source_files.names_of(source) if config.model.code == "transformers" else None
     mapped, about = adapter_mappings(manifest, config, kept)
     about["fan_in_fan_out"] = has_conv1d(config, source)
-    dtype, why = (dtype, "as asked") if dtype else ("fp32", "as they are trained")
+    dtype, why = dtype_of(dtype, None)
     with export_folder(out) as aside:
         write_parameters(path, manifest, mapped, aside / ADAPTER_WEIGHTS, DTYPES[dtype])
         write_text(aside / ADAPTER_CONFIG, json.dumps(about, indent=2) + "\n")
     numel = sum(math.prod(manifest.tensors[PARAMETERS + mapping.ours].shape) for mapping in mapped)
-    nbytes = (out / ADAPTER_WEIGHTS).stat().st_size
     note = f"adapters in peft's format for {config.train.init_from or 'a base of random weights'}"
-    done = Exported(manifest.step, [ADAPTER_WEIGHTS], numel, nbytes, note, False, f"{dtype} ({why})")
-    return dataclasses.replace(done, adapters=config.train.init_from)
+    about_dtype = f"{dtype} ({why})"
+    return Exported(
+        out, manifest.step, [ADAPTER_WEIGHTS], numel, note, False, about_dtype, adapters=config.train.init_from
+    )
 
 
 def write_merged(path: Path, manifest: Manifest, config: Config, out: Path, dtype: str, file_nbytes: int) -> Exported:
@@ -71,7 +82,7 @@ def write_merged(path: Path, manifest: Manifest, config: Config, out: Path, dtyp
     refuse_other_base(config, manifest)
     source = path.absolute().parent.parent / source_files.FOLDER
     begun = source_files.config_of(source)
-    dtype, why = (dtype, "as asked") if dtype else dtype_of(begun)
+    dtype, why = dtype_of(dtype, begun)
     weights = Weights(base)
     entries = [
         Entry(name, DTYPES[dtype] if entry.dtype.is_floating_point else entry.dtype, entry.shape)
@@ -81,29 +92,22 @@ def write_merged(path: Path, manifest: Manifest, config: Config, out: Path, dtyp
         fill = functools.partial(_fill, Merged(reader, config, source, weights))
         files = write_files([(None, [entry]) for entry in entries], aside, file_nbytes, fill)
         about = dict(begun or {})
-        about["dtype" if "dtype" in about and "torch_dtype" not in about else "torch_dtype"] = str(
-            DTYPES[dtype]
-        ).removeprefix("torch.")
+        about[dtype_key(about)] = name_of(DTYPES[dtype])
         write_text(aside / hub.CONFIG, json.dumps(about, indent=2) + "\n")
         source_files.copy(str(source), aside)
-    nbytes = sum((out / file).stat().st_size for file in files)
     numel = sum(entry.numel for entry in entries)
-    tokenizer = (out / "tokenizer.json").is_file()
     note = f"adapters merged into {base}"
-    return Exported(manifest.step, files, numel, nbytes, note, True, f"{dtype} ({why})", bool(begun), tokenizer)
+    return Exported(out, manifest.step, files, numel, note, True, f"{dtype} ({why})", folder=bool(begun))
 
 
 def _fill(merged: Merged, file: Path, group: list[Row]) -> None:
     """Write one file of merged tensors."""
     entries = [entry for _, each in group for entry in each]
-    writer = safetensors.Writer(file, entries)
-    try:
+    with contextlib.closing(safetensors.Writer(file, entries)) as writer:
         for entry in entries:
             for first, values in merged.values(entry.name):
                 writer.write(entry.name, first, values)
         writer.finish()
-    finally:
-        writer.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +154,7 @@ class Merged:
             self._stored = EncodedBase(config, weights, precision.compute)
         self._packed: dict[str, Packed] = {}
         """Name of a tensor in the files -> the packed tensor with adapters that it is a part of."""
-        self._last: tuple[Packed, torch.Tensor] | None = None
+        self._merged_packed = functools.lru_cache(maxsize=1)(self._merge_packed)
         if packed:
             model = build_model(config.model, config.train.seq, "meta")
             by_name, _ = names_in_files(model, [], weights, config.model)
@@ -183,16 +187,14 @@ class Merged:
         entry = self._weights.entries[name][1]
         return self._weights.read(name, 0, entry.numel).view(entry.shape)
 
-    def _merged_packed(self, packed: Packed) -> torch.Tensor:
+    def _merge_packed(self, packed: Packed) -> torch.Tensor:
         """Return the elements of a packed tensor with its adapters added, in fp32; the last is kept."""
-        if self._last is None or self._last[0] != packed:
-            stored, mapping = self._stored, packed.mapping
-            encoded = stored is not None and stored.holds(mapping.theirs[0])
-            whole = stored.whole(mapping) if stored is not None and encoded else read_whole(mapping, self._weights)
-            a, b = (self._reader.tensor(f"{packed.adapter}.{each}").float() for each in "ab")
-            made = add_packed(whole.float().view(packed.shape), a, b, packed.factor, packed.transposed)
-            self._last = packed, made.reshape(-1)
-        return self._last[1]
+        stored, mapping = self._stored, packed.mapping
+        encoded = stored is not None and stored.holds(mapping.theirs[0])
+        whole = stored.whole(mapping) if stored is not None and encoded else read_whole(mapping, self._weights)
+        a, b = (self._reader.tensor(f"{packed.adapter}.{each}").float() for each in "ab")
+        made = add_packed(whole.float().view(packed.shape), a, b, packed.factor, packed.transposed)
+        return made.reshape(-1)
 
     def _merged(self, matrix: torch.Tensor, adapter: str, factor: float) -> torch.Tensor:
         """Return a matrix of the files with an adapter added, in fp32."""

@@ -8,11 +8,11 @@ then converts), so host memory beyond the state is a buffer per thread, and read
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import torch
 
 from tiers.pages import memory_of
 from zerocli import machine
+from zerocli.checkpoint.reader import in_order
 from zerocli.checkpoint.sources import Memory, Source, SplitMaster
 from zerocli.engine.units.master import split
 from zerocli.errors import FAILURE, UserError
@@ -52,7 +53,7 @@ class Read:
 
 
 class Filler:
-    """Runs reads, and other functions that fill state, in several threads; raises the first failure."""
+    """Runs reads, and other functions that fill state, once, in several threads; raises the first failure."""
 
     def __init__(self, device: torch.device, kept_nbytes: int) -> None:
         self._device = device
@@ -67,28 +68,15 @@ class Filler:
         """Do all reads, in the order of the files, and then the others one after the other."""
         ordered = sorted(reads, key=lambda read: (str(read.file), read.start))
         self._nbytes = min(self._nbytes, max((read.nbytes for read in ordered), default=1))
-        waiting: deque[Future[None]] = deque()
+        parts = (part for read in ordered for part in read.cut(self._nbytes))
         threads = ThreadPoolExecutor(self._num_threads, initializer=torch.set_num_threads, initargs=(1,))
-        try:
-            with contextlib.ExitStack() as stack, threads:
-                for file in {read.file: None for read in ordered}:
-                    self._files[file] = _open(file)
-                    stack.callback(os.close, self._files[file])
-                try:
-                    for part in (part for read in ordered for part in read.cut(self._nbytes)):
-                        waiting.append(threads.submit(self._do, part))
-                        if len(waiting) > 2 * self._num_threads:
-                            waiting.popleft().result()
-                            STARTUP.move()
-                    while waiting:
-                        waiting.popleft().result()
-                        STARTUP.move()
-                finally:
-                    for future in waiting:
-                        future.cancel()
-                    wait(waiting)
-        finally:
-            self._files.clear()
+        with contextlib.ExitStack() as stack, threads:
+            for file in {read.file: None for read in ordered}:
+                self._files[file] = _open(file)
+                stack.callback(os.close, self._files[file])
+            acts = (functools.partial(self._do, part) for part in parts)
+            for _ in in_order(threads, acts, 2 * self._num_threads):
+                STARTUP.move()
         for act in others:
             act()
             STARTUP.move()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,15 +45,12 @@ class Folder:
 
     def newest_first(self) -> list[Found]:
         """Return everything with a checkpoint's name, newest first; includes links, which a reader refuses."""
-        return sorted(self._found(), key=lambda found: -found.step)
-
-    def _found(self) -> Iterator[Found]:
-        if not self.path.is_dir():
-            return
-        for entry in os.scandir(self.path):
+        found = []
+        for entry in os.scandir(self.path) if self.path.is_dir() else ():
             name = STEP.fullmatch(entry.name)
             if name and (entry.is_dir(follow_symlinks=False) or entry.is_symlink()):
-                yield Found(int(name[1]), Path(entry.path))
+                found.append(Found(int(name[1]), Path(entry.path)))
+        return sorted(found, key=lambda found: -found.step)
 
     def committed(self) -> list[Found]:
         """Return the committed checkpoints, newest first, without links: their targets belong to others."""
@@ -81,7 +77,7 @@ class Folder:
         self.recover()
         left = list(self.path.glob("step-*.tmp")) if self.path.is_dir() else []
         # Between its two renames a save has its final name, but no manifest yet.
-        left += [each.path for each in self._found() if not each.path.is_symlink()
+        left += [each.path for each in self.newest_first() if not each.path.is_symlink()
                  and not os.path.lexists(each.path / MANIFEST) and (each.path / UNFINISHED).exists()]  # fmt: skip
         for path in left:
             remove(path)

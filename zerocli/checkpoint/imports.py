@@ -19,7 +19,7 @@ from zerocli.config import ModelConfig
 from zerocli.engine.engine import Engine
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.errors import UserError
-from zerocli.layout.shards import Entry, Span
+from zerocli.layout.shards import Span
 from zerocli.models import hugging
 from zerocli.models.hugging import Mapping
 from zerocli.models.lora import adapter_names
@@ -119,28 +119,33 @@ def _reads(
     """
     reads: list[Read] = []
     others: list[Callable[[], None]] = []
-    for entry, mine, at in _owned(flat, target[1]):
-        if entry.name not in by_name:
-            continue
-        mapping, extent = by_name[entry.name], shapes[entry.name]
-        if not mapping.transposed and extent.shape == entry.shape:
-            for found in _runs(mapping, extent.shape, mine, target[0], at, weights):
-                if isinstance(found, Read):
-                    reads.append(found)
-                else:
-                    others.append(found)
-            continue
-        for box in boxes_of(extent, entry.shape, mine):
-            others.append(functools.partial(_write, target[0], at, mapping, extent.shape, box, weights))
-    return reads, others
-
-
-def _owned(flat: Flat, covered: Span) -> Iterator[tuple[Entry, Span, int]]:
-    """Yield each parameter of a flat that this rank owns a part of: (entry, the part, its place in `covered`)."""
+    source, covered = target
     for entry in flat.layout.entries:
         mine = entry.span.intersect(flat.own)
-        if mine.numel:
-            yield entry, mine.shifted(-entry.offset), mine.start - covered.start
+        if entry.name not in by_name or not mine.numel:
+            continue
+        mapping, shape, at = by_name[entry.name], shapes[entry.name].shape, mine.start - covered.start
+        run = mine.shifted(-entry.offset)
+        if mapping.transposed or shape != entry.shape:
+            for box in boxes_of(shapes[entry.name], entry.shape, run):
+                others.append(functools.partial(_write, source, at + box.start, mapping, shape, box, weights))
+            continue
+        inner, first = math.prod(shape[1:]), 0
+        counts = [math.prod(each) for each in mapping.shapes]
+        counts = counts or [rows * inner for rows in mapping.rows or shape[:1] or (1,)]
+        for name, numel in zip(mapping.theirs, counts, strict=True):
+            low, high, start = max(run.start, first), min(run.stop, first + numel), first
+            first += numel
+            if low >= high:
+                continue
+            file, stored = weights.entries[name]
+            place = at + low - run.start
+            if weights.is_decoded(name):
+                others.append(functools.partial(_decode, source, place, weights, name, low - start, high - start))
+            else:
+                offset = stored.start + (low - start) * stored.dtype.itemsize
+                reads.append(Read(file, offset, high - low, stored.dtype, source, place))
+    return reads, others
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -253,30 +258,6 @@ def _mismatch(mapping: Mapping, ours: tuple[int, ...], weights: Weights) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _runs(
-    mapping: Mapping, shape: tuple[int, ...], run: Span, source: Source, at: int, weights: Weights
-) -> Iterator[Read | Callable[[], None]]:
-    """Yield the reads of a run of consecutive elements of one of our parameters, which is at `at` of the source.
-
-    Of a tensor that is decoded these are functions.
-    """
-    inner, first = math.prod(shape[1:]), 0
-    counts = [math.prod(each) for each in mapping.shapes] or [
-        rows * inner for rows in mapping.rows or shape[:1] or (1,)
-    ]
-    for name, numel in zip(mapping.theirs, counts, strict=True):
-        low, high = max(run.start, first), min(run.stop, first + numel)
-        if low < high:
-            file, entry = weights.entries[name]
-            place = at + low - run.start
-            if weights.is_decoded(name):
-                yield functools.partial(_decode, source, place, weights, name, low - first, high - first)
-            else:
-                start = entry.start + (low - first) * entry.dtype.itemsize
-                yield Read(file, start, high - low, entry.dtype, source, place)
-        first += numel
-
-
 def _decode(source: Source, at: int, weights: Weights, name: str, start: int, stop: int) -> None:
     """Write elements [start, stop) of a decoded tensor to a source, some at a time."""
     for first, last in weights.pieces(name, start, stop, PIECE_NUMEL):
@@ -285,21 +266,19 @@ def _decode(source: Source, at: int, weights: Weights, name: str, start: int, st
 
 
 def _write(source: Source, at: int, mapping: Mapping, shape: tuple[int, ...], box: Box, weights: Weights) -> None:
-    source.write(at + box.start, _read(mapping, shape, box, weights).to(source.dtype))
-
-
-def _read(mapping: Mapping, shape: tuple[int, ...], box: Box, weights: Weights) -> torch.Tensor:
-    """Return a box of one of our parameters (of `shape`), flattened; reads only the rows that it covers."""
+    """Write a box of one of our parameters (of `shape`) to element `at` of a source; reads only the rows it covers."""
     if not shape:
-        return weights.read(mapping.theirs[0], 0, 1)
-    first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
-    if mapping.transposed:  # our rows are their columns: the only case in which a tensor is held whole
-        turned = weights.read(mapping.theirs[0], 0, math.prod(shape)).view(tuple(reversed(shape)))
-        rows = turned.t()[first:last]
+        values = weights.read(mapping.theirs[0], 0, 1)
     else:
-        rows = torch.cat(list(_rows(mapping, shape, first, last, weights))).view(last - first, *shape[1:])
-    cut = tuple(slice(o, o + s) for o, s in zip(box.offsets[1:], box.sizes[1:], strict=True))
-    return rows[(slice(None), *cut)].reshape(-1)
+        first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
+        if mapping.transposed:  # our rows are their columns: the only case in which a tensor is held whole
+            turned = weights.read(mapping.theirs[0], 0, math.prod(shape)).view(tuple(reversed(shape)))
+            rows = turned.t()[first:last]
+        else:
+            rows = torch.cat(list(_rows(mapping, shape, first, last, weights))).view(last - first, *shape[1:])
+        cut = tuple(slice(o, o + s) for o, s in zip(box.offsets[1:], box.sizes[1:], strict=True))
+        values = rows[(slice(None), *cut)].reshape(-1)
+    source.write(at, values.to(source.dtype))
 
 
 def _rows(mapping: Mapping, shape: tuple[int, ...], first: int, last: int, weights: Weights) -> Iterator[torch.Tensor]:

@@ -14,9 +14,9 @@ from zerocli.checkpoint import state
 from zerocli.checkpoint.folder import Folder
 from zerocli.checkpoint.manifest import Damaged, Manifest, Unfinished, Unreadable
 from zerocli.checkpoint.manifest import read as read_manifest
-from zerocli.checkpoint.members import control_group, members_of
-from zerocli.checkpoint.parts import Part
+from zerocli.checkpoint.members import control_group, rank_of
 from zerocli.checkpoint.reader import Reader
+from zerocli.checkpoint.sources import Part
 from zerocli.checkpoint.writer import in_words
 from zerocli.engine.engine import Engine
 from zerocli.ranks.exchange import EXCHANGE, broadcast_json, first_problem
@@ -32,19 +32,15 @@ class Resumed:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def load(engine: Engine, path: str | Path) -> dict[str, Any]:
+def load(engine: Engine, path: str | Path, training: bool = True) -> dict[str, Any]:
     """Fill the engine from one checkpoint, saved at any stage, placement and world size; return its values. Collective.
 
     Raises Damaged if a byte differs from what was written, and Unreadable if the system could not read it, on every
     rank, whichever rank found it; the engine is then unusable until a load succeeds. Raises state.Mismatch, and leaves
-    the engine unchanged, if it is a checkpoint of another model.
+    the engine unchanged, if it is a checkpoint of another model. Without `training` only parameters and buffers are
+    loaded, into an engine whose parameters are all frozen.
     """
-    return _load(engine, Path(path), control_group(engine))
-
-
-def load_parameters(engine: Engine, path: str | Path) -> dict[str, Any]:
-    """Fill an engine whose parameters are all frozen from a training run's checkpoint; raises as `load`. Collective."""
-    return _load(engine, Path(path), control_group(engine), training=False)
+    return _load(engine, Path(path), control_group(engine), training=training)
 
 
 @torch.no_grad()
@@ -56,8 +52,7 @@ def _load(
     training: bool = True,
 ) -> dict[str, Any]:
     engine.synchronize()
-    first = members_of(engine).rank == 0
-    manifest: Manifest = _agreed(lambda: read_manifest(path, sizes=first), group)
+    manifest: Manifest = _agreed(lambda: read_manifest(path, sizes=rank_of(engine) == 0), group)
     _agreed(lambda: judge(manifest), group)
     parts, afterwards = _agreed(lambda: state.wanted(engine, manifest, training), group)
     _agreed(lambda: _fill(path, manifest, parts), group, f"loading the checkpoint of step {manifest.step}")
@@ -127,11 +122,10 @@ def resume(
     reasons. The caller of `save` chooses a checkpoint's number; `zerocli train` uses the step.
     """
     group = control_group(engine)
-    if members_of(engine).rank == 0:
+    found: list[tuple[int, str]] = []
+    if rank_of(engine) == 0:
         for step in Folder(folder).recover():
             say(f"checkpoint of step {step} restored: its replacement was not finished")
-    found: list[tuple[int, str]] = []
-    if members_of(engine).rank == 0:
         found = [(each.step, str(each.path)) for each in Folder(folder).newest_first()]
     with STARTUP.waiting(EXCHANGE):  # rank 0's view counts: all must try the same ones
         found = broadcast_json(found, group)
@@ -139,10 +133,9 @@ def resume(
     for step, path in found:
         try:
             values = _load(engine, Path(path), group, judge)
-        except Unfinished as error:
-            say(f"checkpoint of step {step} skipped: {error} ({path})")
         except Damaged as error:
-            damaged.append(step)
+            if not isinstance(error, Unfinished):
+                damaged.append(step)
             say(f"checkpoint of step {step} skipped: {error} ({path})")
         else:
             return Resumed(step, Path(path), values)

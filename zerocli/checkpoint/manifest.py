@@ -120,10 +120,6 @@ class Manifest:
     """Values other than tensors: counters, loss scale, the run's config."""
     version: int = VERSION
 
-    @property
-    def nbytes(self) -> int:
-        return sum(self.files.values())
-
 
 @paused()
 def encode(manifest: Manifest) -> bytes:

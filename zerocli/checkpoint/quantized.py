@@ -12,29 +12,20 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zerocli.checkpoint.manifest import name_of
 from zerocli.engine.units.codecs import NF4
+
+if TYPE_CHECKING:
+    from zerocli.checkpoint.safetensors import Entry
 
 Read = Callable[[str, int, int], torch.Tensor]
 """Return elements [start, stop) of a stored tensor in its own dtype."""
 Decode = Callable[[Read, int, int], torch.Tensor]
 """Return elements [start, stop) of a decoded tensor; both are multiples of its grain, or its end."""
-
-
-class Stored(Protocol):
-    """A tensor as the files describe it."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -51,8 +42,9 @@ class Decoded:
     decode: Decode
 
 
-Tensors = Mapping[str, Stored]
-Method = Callable[[Tensors, Read], Iterator[Decoded]]
+Tensors = Mapping[str, "Entry"]
+Method = Callable[[Tensors, Read, str], Decoded | None]
+"""Return the tensor of the model whose codes or scales the named stored tensor is; None if it is neither."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 """bitsandbytes' values of the upper eight codes are these with a minus sign; all are divided by 12."""
@@ -76,12 +68,8 @@ def _expect(tensors: Tensors, name: str, dtypes: tuple[torch.dtype, ...], shape:
         raise Unfit(f"has no tensor {name}")
     entry = tensors[name]
     if entry.dtype not in dtypes or entry.numel != math.prod(shape):
-        words = " or ".join(map(_word, dtypes))
-        raise Unfit(f"{name} is {_word(entry.dtype)} {list(entry.shape)}, not {words} {list(shape)}")
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        words = " or ".join(map(name_of, dtypes))
+        raise Unfit(f"{name} is {name_of(entry.dtype)} {list(entry.shape)}, not {words} {list(shape)}")
 
 
 def _nibbles(codes: torch.Tensor, table: tuple[float, ...], high_first: bool) -> torch.Tensor:
@@ -94,13 +82,11 @@ def _nibbles(codes: torch.Tensor, table: tuple[float, ...], high_first: bool) ->
 # -- bitsandbytes ------------------------------------------------------------------------------------------------------
 
 
-def _bitsandbytes(tensors: Tensors, read: Read) -> Iterator[Decoded]:
-    for name in tensors:
-        weight, _, kind = name.partition(".quant_state.bitsandbytes__")
-        if kind:
-            yield _four_bits(tensors, read, weight, name, kind)
-        elif name.endswith(".SCB"):
-            yield _int8(tensors, name.removesuffix("SCB") + "weight", name)
+def _bitsandbytes(tensors: Tensors, read: Read, name: str) -> Decoded | None:
+    weight, _, kind = name.partition(".quant_state.bitsandbytes__")
+    if kind:
+        return _four_bits(tensors, read, weight, name, kind)
+    return _int8(tensors, name.removesuffix("SCB") + "weight", name) if name.endswith(".SCB") else None
 
 
 def _four_bits(tensors: Tensors, read: Read, weight: str, state: str, kind: str) -> Decoded:
@@ -173,16 +159,11 @@ def _matrix(tensors: Tensors, name: str) -> tuple[int, int]:
 # -- a scale per block, row or tensor ----------------------------------------------------------------------------------
 
 
-def _scaled(end: str, block: tuple[int, int], tensors: Tensors, read: Read) -> Iterator[Decoded]:
-    """Yield the matrices (also several in one tensor) that have scales of a name that ends so."""
-    for scales in tensors:
-        if scales.endswith(end):
-            weight = scales.removesuffix(end)
-            if weight in tensors:
-                yield _scaled_matrix(tensors, weight, scales, block)
-
-
-def _scaled_matrix(tensors: Tensors, weight: str, scales: str, block: tuple[int, int]) -> Decoded:
+def _scaled(end: str, block: tuple[int, int], tensors: Tensors, read: Read, scales: str) -> Decoded | None:
+    """Return the matrix (or several in one tensor) that has scales of a name that ends so."""
+    weight = scales.removesuffix(end)
+    if not scales.endswith(end) or weight not in tensors:
+        return None
     shape, grid = tensors[weight].shape, tensors[scales].shape
     _expect(tensors, weight, (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8), shape)
     _expect(tensors, scales, FLOATS, grid)
@@ -218,31 +199,27 @@ def _scaled_matrix(tensors: Tensors, weight: str, scales: str, block: tuple[int,
 # -- mxfp4 -------------------------------------------------------------------------------------------------------------
 
 
-def _mxfp4(tensors: Tensors, read: Read) -> Iterator[Decoded]:
-    """Yield matrices of experts in groups of 32 values; the model has them transposed."""
-    table = (*E2M1, *(-each for each in E2M1))
-    for blocks in tensors:
-        if not blocks.endswith("_blocks"):
-            continue
-        name, shape = blocks.removesuffix("_blocks"), tensors[blocks].shape
-        if len(shape) != 4 or 0 in shape:
-            raise Unfit(f"{blocks} has shape {list(shape)}, and experts, rows, groups and bytes are expected")
-        experts, rows, groups, width = shape
-        _expect(tensors, blocks, (torch.uint8,), shape)
-        _expect(tensors, f"{name}_scales", (torch.uint8,), shape[:3])
-        each = rows * groups * width
+def _mxfp4(tensors: Tensors, read: Read, blocks: str) -> Decoded | None:
+    """Return matrices of experts in groups of 32 values; the model has them transposed."""
+    if not blocks.endswith("_blocks"):
+        return None
+    name, shape = blocks.removesuffix("_blocks"), tensors[blocks].shape
+    if len(shape) != 4 or 0 in shape:
+        raise Unfit(f"{blocks} has shape {list(shape)}, and experts, rows, groups and bytes are expected")
+    experts, rows, groups, width = shape
+    _expect(tensors, blocks, (torch.uint8,), shape)
+    _expect(tensors, f"{name}_scales", (torch.uint8,), shape[:3])
+    each, table = rows * groups * width, (*E2M1, *(-value for value in E2M1))
 
-        def decode(
-            read: Read, start: int, stop: int, name: str = name, rows: int = rows, each: int = each, width: int = width
-        ) -> torch.Tensor:
-            first, last = start // (2 * each), stop // (2 * each)
-            values = _nibbles(read(f"{name}_blocks", first * each, last * each), table, False)
-            exponents = read(f"{name}_scales", first * each // width, last * each // width).int() - 127
-            made = torch.ldexp(values.view(-1, 2 * width), exponents[:, None])
-            return made.view(last - first, rows, -1).transpose(1, 2).reshape(-1)
+    def decode(read: Read, start: int, stop: int) -> torch.Tensor:
+        first, last = start // (2 * each), stop // (2 * each)
+        values = _nibbles(read(blocks, first * each, last * each), table, False)
+        exponents = read(f"{name}_scales", first * each // width, last * each // width).int() - 127
+        made = torch.ldexp(values.view(-1, 2 * width), exponents[:, None])
+        return made.view(last - first, rows, -1).transpose(1, 2).reshape(-1)
 
-        shape = (experts, groups * width * 2, rows)
-        yield Decoded(name, torch.float32, shape, (blocks, f"{name}_scales"), 2 * each, decode)
+    shape = (experts, groups * width * 2, rows)
+    return Decoded(name, torch.float32, shape, (blocks, f"{name}_scales"), 2 * each, decode)
 
 
 # -- GPTQ and AWQ ------------------------------------------------------------------------------------------------------
@@ -253,14 +230,6 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (words[..., None] >> torch.arange(0, 32, bits, dtype=torch.int32)) & (1 << bits) - 1
 
 
-def _words(tensors: Tensors) -> Iterator[tuple[str, tuple[int, int], int]]:
-    """Yield (what its tensors' names begin with, shape, number of groups) of each matrix of words."""
-    for packed in tensors:
-        if packed.endswith(".qweight"):
-            name = packed.removesuffix("qweight")
-            yield name, _matrix(tensors, packed), _matrix(tensors, f"{name}scales")[0]
-
-
 def _expect_words(tensors: Tensors, name: str, shape: tuple[int, int], zeros: tuple[int, int], rows: int) -> None:
     """Raise Unfit unless a matrix of words, its zeros and the scales of its rows have these shapes."""
     _expect(tensors, f"{name}qweight", (torch.int32,), shape)
@@ -268,69 +237,62 @@ def _expect_words(tensors: Tensors, name: str, shape: tuple[int, int], zeros: tu
     _expect(tensors, f"{name}scales", FLOATS, (zeros[0], rows))
 
 
-def _gptq(earlier: bool, tensors: Tensors, read: Read) -> Iterator[Decoded]:
-    """Yield matrices whose columns are packed in words; `earlier`: zeros are stored less one, word by word."""
-    for name, (high, rows), groups in _words(tensors):
-        columns = tensors[f"{name}g_idx"].numel if f"{name}g_idx" in tensors else 0
-        bits = next((bits for bits in (2, 4, 8) if high * 32 == columns * bits), 0)
-        if not bits or rows * bits % 32:
-            raise Unfit(f"{name}qweight of shape {[high, rows]} is not of {columns} columns, of which {name}g_idx says")
-        _expect(tensors, f"{name}g_idx", (torch.int32, torch.int64), (columns,))
-        _expect_words(tensors, name, (high, rows), (groups, rows * bits // 32), rows)
-        one = sum(1 << at for at in range(0, 32, bits)) if earlier else 0
+def _gptq(earlier: bool, tensors: Tensors, read: Read, packed: str) -> Decoded | None:
+    """Return a matrix whose columns are packed in words; `earlier`: zeros are stored less one, word by word."""
+    if not packed.endswith(".qweight"):
+        return None
+    name, (high, rows) = packed.removesuffix("qweight"), _matrix(tensors, packed)
+    groups = _matrix(tensors, f"{name}scales")[0]
+    columns = tensors[f"{name}g_idx"].numel if f"{name}g_idx" in tensors else 0
+    bits = next((bits for bits in (2, 4, 8) if high * 32 == columns * bits), 0)
+    if not bits or rows * bits % 32:
+        raise Unfit(f"{packed} of shape {[high, rows]} is not of {columns} columns, of which {name}g_idx says")
+    _expect(tensors, f"{name}g_idx", (torch.int32, torch.int64), (columns,))
+    _expect_words(tensors, name, (high, rows), (groups, rows * bits // 32), rows)
+    one = sum(1 << at for at in range(0, 32, bits)) if earlier else 0
 
-        def decode(
-            read: Read,
-            start: int,
-            stop: int,
-            name: str = name,
-            rows: int = rows,
-            columns: int = columns,
-            groups: int = groups,
-            bits: int = bits,
-            one: int = one,
-        ) -> torch.Tensor:
-            words = read(f"{name}qweight", 0, columns * bits // 32 * rows).view(-1, rows)
-            zeros = _unpack(read(f"{name}qzeros", 0, groups * rows * bits // 32) + one, bits).view(groups, rows)
-            scales = read(f"{name}scales", 0, groups * rows).view(groups, rows)
-            group = read(f"{name}g_idx", 0, columns).long()
-            if int(group.min()) < 0 or int(group.max()) >= groups:
-                raise Unfit(f"{name}g_idx names a group beyond its {groups}")
-            made = torch.empty(rows, columns, dtype=scales.dtype)
-            for part in _parts(rows, columns):
-                codes = _unpack(words[:, part].t(), bits).reshape(-1, columns)
-                made[part] = (codes - zeros[:, part].t()[:, group]).float() * scales[:, part].t()[:, group].float()
-            return made.view(-1)
+    def decode(read: Read, start: int, stop: int) -> torch.Tensor:
+        words = read(packed, 0, columns * bits // 32 * rows).view(-1, rows)
+        zeros = _unpack(read(f"{name}qzeros", 0, groups * rows * bits // 32) + one, bits).view(groups, rows)
+        scales = read(f"{name}scales", 0, groups * rows).view(groups, rows)
+        group = read(f"{name}g_idx", 0, columns).long()
+        if int(group.min()) < 0 or int(group.max()) >= groups:
+            raise Unfit(f"{name}g_idx names a group beyond its {groups}")
+        made = torch.empty(rows, columns, dtype=scales.dtype)
+        for part in _parts(rows, columns):
+            codes = _unpack(words[:, part].t(), bits).reshape(-1, columns)
+            made[part] = (codes - zeros[:, part].t()[:, group]).float() * scales[:, part].t()[:, group].float()
+        return made.view(-1)
 
-        yield _whole(tensors, name, (rows, columns), ("qweight", "qzeros", "scales", "g_idx"), decode)
+    return _whole(tensors, name, (rows, columns), ("qweight", "qzeros", "scales", "g_idx"), decode)
 
 
-def _awq(tensors: Tensors, read: Read) -> Iterator[Decoded]:
-    """Yield matrices whose rows are packed in words of eight, out of order."""
-    for name, (columns, wide), groups in _words(tensors):
-        if columns % groups:
-            raise Unfit(f"{name}scales of {groups} groups do not divide {columns} columns")
-        rows = 8 * wide
-        _expect_words(tensors, name, (columns, wide), (groups, wide), rows)
+def _awq(tensors: Tensors, read: Read, packed: str) -> Decoded | None:
+    """Return a matrix whose rows are packed in words of eight, out of order."""
+    if not packed.endswith(".qweight"):
+        return None
+    name, (columns, wide) = packed.removesuffix("qweight"), _matrix(tensors, packed)
+    groups = _matrix(tensors, f"{name}scales")[0]
+    if columns % groups:
+        raise Unfit(f"{name}scales of {groups} groups do not divide {columns} columns")
+    rows = 8 * wide
+    _expect_words(tensors, name, (columns, wide), (groups, wide), rows)
 
-        def decode(
-            read: Read, start: int, stop: int, name: str = name, rows: int = rows, columns: int = columns,
-            groups: int = groups,
-        ) -> torch.Tensor:  # fmt: skip
-            order, size = list(AWQ_ORDER), columns // groups
-            words = read(f"{name}qweight", 0, columns * rows // 8).view(columns, -1)
-            zeros = _unpack(read(f"{name}qzeros", 0, groups * rows // 8), 4).view(groups, -1, 8)[..., order]
-            scales = read(f"{name}scales", 0, groups * rows).view(groups, rows)
-            zeros = zeros.reshape(groups, rows)
-            made = torch.empty(rows, columns, dtype=scales.dtype)
-            for part in _parts(rows, columns):
-                some = slice(part.start // 8, part.stop // 8)
-                codes = _unpack(words[:, some], 4)[..., order].reshape(groups, size, -1)
-                values = (codes - zeros[:, None, part]).float() * scales[:, None, part].float()
-                made[part] = values.view(columns, -1).t()
-            return made.view(-1)
+    def decode(read: Read, start: int, stop: int) -> torch.Tensor:
+        order, size = list(AWQ_ORDER), columns // groups
+        words = read(packed, 0, columns * rows // 8).view(columns, -1)
+        zeros = _unpack(read(f"{name}qzeros", 0, groups * rows // 8), 4).view(groups, -1, 8)[..., order]
+        scales = read(f"{name}scales", 0, groups * rows).view(groups, rows)
+        zeros = zeros.reshape(groups, rows)
+        made = torch.empty(rows, columns, dtype=scales.dtype)
+        for part in _parts(rows, columns):
+            some = slice(part.start // 8, part.stop // 8)
+            codes = _unpack(words[:, some], 4)[..., order].reshape(groups, size, -1)
+            values = (codes - zeros[:, None, part]).float() * scales[:, None, part].float()
+            made[part] = values.view(columns, -1).t()
+        return made.view(-1)
 
-        yield _whole(tensors, name, (rows, columns), ("qweight", "qzeros", "scales"), decode)
+    return _whole(tensors, name, (rows, columns), ("qweight", "qzeros", "scales"), decode)
 
 
 def _parts(rows: int, columns: int) -> Iterator[slice]:
@@ -371,7 +333,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
 def decoded(method: str, about: Mapping[str, Any], tensors: Tensors, read: Read) -> dict[str, Decoded]:
     """Return the tensors that a folder stores quantized, by their names in the model; raise Unfit if sizes disagree."""
     found: dict[str, Decoded] = {}
-    for each in METHODS[method](about)(tensors, read):
+    matrix_of = METHODS[method](about)
+    for each in filter(None, (matrix_of(tensors, read, name) for name in tensors)):
         if each.name in found or (each.name in tensors and each.name not in each.parts):
             raise Unfit(f"{each.name} is stored twice")
         found[each.name] = each

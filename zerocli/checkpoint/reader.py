@@ -7,19 +7,21 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from tiers.pages import memory_of
 from zerocli.checkpoint.boxes import Box, overlapping
 from zerocli.checkpoint.manifest import Damaged, Manifest, Unreadable, open_file, piece_hash, read
-from zerocli.checkpoint.parts import Part
+from zerocli.checkpoint.sources import Part
 from zerocli.files import pread
 from zerocli.ranks.startup import STARTUP
 
+T = TypeVar("T")
 NUM_THREADS = 4
 MAX_READS = 2 * NUM_THREADS
 """Number of boxes that are read concurrently."""
@@ -88,43 +90,30 @@ class Reader:
         if len(tensor.pieces) == 1:
             return self.piece(name, 0)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for index in range(len(tensor.pieces)):
-            self._place(whole, name, index)
+        for index, piece in enumerate(tensor.pieces):
+            place = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+            whole[place] = self.piece(name, index)
         return whole
-
-    def _place(self, whole: torch.Tensor, name: str, index: int) -> None:
-        piece = self.manifest.tensors[name].pieces[index]
-        values = self.piece(name, index)
-        whole[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = values
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def fill(self, parts: Iterable[Part]) -> None:
         """Fill the parts, box by box, through a bounded number of boxes in host memory."""
-        with (
-            STARTUP.by_itself(f"reading the checkpoint of step {self.manifest.step}"),
-            contextlib.closing(self._boxes(parts)) as boxes,  # its threads must end before the files are closed
-        ):
-            for part, start, values in boxes:
+        reading = STARTUP.by_itself(f"reading the checkpoint of step {self.manifest.step}")
+        with reading, ThreadPoolExecutor(NUM_THREADS) as threads:
+            for part, start, values in in_order(threads, self._boxes(parts), MAX_READS):
                 part.source.write(start, values)
                 STARTUP.move()
 
-    def _boxes(self, parts: Iterable[Part]) -> Generator[tuple[Part, int, torch.Tensor]]:
-        under_way: deque[tuple[Part, int, Future[torch.Tensor]]] = deque()
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            for part in parts:
-                pieces = self.manifest.tensors[part.name].pieces
-                places = [piece.offsets for piece in pieces], [piece.sizes for piece in pieces]
-                for box, found in zip(part.boxes, overlapping(part.boxes, *places), strict=True):
-                    under_way.append((part, box.start, threads.submit(self._assemble, part, box, found)))
-                    if len(under_way) >= MAX_READS:
-                        done, start, future = under_way.popleft()
-                        yield done, start, future.result()
-            for done, start, future in under_way:
-                yield done, start, future.result()
+    def _boxes(self, parts: Iterable[Part]) -> Iterator[Callable[[], tuple[Part, int, torch.Tensor]]]:
+        for part in parts:
+            pieces = self.manifest.tensors[part.name].pieces
+            places = [piece.offsets for piece in pieces], [piece.sizes for piece in pieces]
+            for box, found in zip(part.boxes, overlapping(part.boxes, *places), strict=True):
+                yield functools.partial(self._assemble, part, box, found)
 
-    def _assemble(self, part: Part, box: Box, pieces: list[int]) -> torch.Tensor:
-        """Return a box's elements, in the part's dtype, from all pieces that overlap it."""
+    def _assemble(self, part: Part, box: Box, pieces: list[int]) -> tuple[Part, int, torch.Tensor]:
+        """Return where a box begins, and its elements in the part's dtype, from all pieces that overlap it."""
         made, left = torch.empty(box.sizes, dtype=part.dtype), box.numel
         for index in pieces:
             piece = self.manifest.tensors[part.name].pieces[index]
@@ -138,9 +127,24 @@ class Reader:
             left -= values.numel()
         if left:
             raise Damaged(f"the pieces of {part.name} do not cover it exactly")
-        return made.view(-1)
+        return part, box.start, made.view(-1)
 
 
 def _within(firsts: list[int], lasts: list[int], offsets: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the slices of what lies between these corners in a box that begins at `offsets`."""
     return tuple(slice(a - at, b - at) for a, b, at in zip(firsts, lasts, offsets, strict=True))
+
+
+def in_order(threads: ThreadPoolExecutor, acts: Iterable[Callable[[], T]], most: int) -> Iterator[T]:
+    """Yield what these functions return, in their order, at most `most` of them under way; a failure cancels others."""
+    under_way: deque[Future[T]] = deque()
+    try:
+        for act in acts:
+            under_way.append(threads.submit(act))
+            if len(under_way) >= most:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    finally:
+        for future in under_way:
+            future.cancel()

@@ -21,7 +21,7 @@ from tiers.limits import read_limits
 from zerocli.checkpoint import state
 from zerocli.checkpoint.best import Best
 from zerocli.checkpoint.folder import Folder
-from zerocli.checkpoint.members import control_group, members_of
+from zerocli.checkpoint.members import control_group, rank_of
 from zerocli.checkpoint.snapshot import Slots, Snapshot
 from zerocli.checkpoint.writer import Writer, in_words, make_folder
 from zerocli.engine.engine import Engine
@@ -52,7 +52,7 @@ class Saver:
         self._engine, self.folder = engine, Folder(folder)
         self._asynchronous, self._keep, self._keep_every = asynchronous, keep, keep_every
         self._say, self._best = say, best
-        self._rank = members_of(engine).rank
+        self._rank = rank_of(engine)
         self._group = control_group(engine)
         if self._rank == 0:
             with contextlib.suppress(OSError):  # then each save fails and reports why

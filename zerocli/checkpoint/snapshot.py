@@ -24,8 +24,7 @@ import torch
 from tiers.base import round_up
 from tiers.pages import Pages, Registrar
 from zerocli.checkpoint.boxes import Box
-from zerocli.checkpoint.parts import Part
-from zerocli.checkpoint.sources import Wait
+from zerocli.checkpoint.sources import Part, Wait
 from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.layout.constants import save_slot
 
@@ -199,12 +198,8 @@ class Snapshot:
     def _read(self, batch: Batch, slot: Slot) -> None:
         batch.slot = slot
         with self._slots.side.run(after=self._start):
-            for (
-                part,
-                start,
-                begin,
-                end,
-            ) in batch.runs():  # one by one: if a read fails, the earlier ones are still tracked
+            # One by one: if a read fails, the earlier ones are still tracked.
+            for part, start, begin, end in batch.runs():
                 slot.waits.append(part.source.read(start, slot.bytes[begin:end].view(part.dtype)))
             mark = StreamEvent(self._device)
         with self._changed:

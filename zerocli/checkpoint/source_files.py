@@ -36,10 +36,11 @@ MAX_NBYTES = 64 << 20
 def keep(config: Config, model: nn.Module, run_dir: Path) -> None:
     """Copy the model folder's small files to the run's own, and write the names of its tensors; once per run."""
     target = run_dir / FOLDER
-    if not config.model.folder or (target / hub.CONFIG).is_file() or same(config.model.folder, target):
+    folder = config.model.folder
+    if not folder or (target / hub.CONFIG).is_file() or os.path.abspath(folder) == str(target.absolute()):
         return
     own_folder(target)
-    copy(config.model.folder, target)
+    copy(folder, target)
     if config.model.code == "transformers":
         names = {
             mapping.ours: list(zip(mapping.theirs, mapping.shapes, strict=True)) for mapping in _names(config, model)
@@ -92,10 +93,6 @@ def with_kept(config: Config, run_dir: str) -> str:
     if folder and not os.path.isfile(hub.config_path(folder)) and os.path.isfile(os.path.join(own, hub.CONFIG)):
         return os.path.abspath(own)
     return folder
-
-
-def same(folder: str, target: Path) -> bool:
-    return os.path.abspath(folder) == str(target.absolute())
 
 
 def _names(config: Config, model: nn.Module) -> tuple[Mapping, ...]:

@@ -1,4 +1,4 @@
-"""Sources: arrays of training state on any tier, read into host memory and written from it.
+"""Sources: arrays of training state on any tier, read into host memory and written from it; and what is saved of them.
 
 The thread that writes a checkpoint issues reads while training continues; `snapshot.Snapshot` keeps updates from
 overwriting what is not read yet.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from offload.record import UNIT, Record
 from offload.store import Store
 from tiers.transfer import Transfer
+from zerocli.checkpoint.boxes import Box, boxes
 from zerocli.engine.units.master import REMAINDER, join, split
 from zerocli.engine.units.unit import MASTER, Flat
 from zerocli.layout.shards import Span
@@ -48,7 +51,7 @@ class Memory(Source):
     def read(self, start: int, target: torch.Tensor) -> Wait:
         target.copy_(self.tensor[start : start + target.numel()], non_blocking=True)
         if not self.tensor.is_cuda:
-            return _nothing
+            return lambda: None
         event = torch.cuda.Event(blocking=True)
         event.record()
         return event.synchronize
@@ -126,10 +129,6 @@ class SplitMaster(Source):
         self.remainder.write(start, remainder)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _finish(transfers: list[Transfer]) -> None:
     for transfer in transfers:
         transfer.synchronize()
@@ -157,3 +156,29 @@ def parameters_of(flat: Flat) -> Source:
         return Memory(flat.shard)
     assert flat.param_store is not None
     return Stored(flat.param_store)
+
+
+@dataclass(eq=False)
+class Part:
+    """The boxes of one global tensor that this rank holds, and the array that contains them."""
+
+    name: str
+    shape: tuple[int, ...]
+    source: Source
+    boxes: Sequence[Box]
+    owner: Any = None
+    """The flat whose update changes the array, and whose move frees it; None if neither happens to it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box.numel for box in self.boxes) * self.dtype.itemsize
+
+
+def tensor_part(name: str, tensor: torch.Tensor) -> Part:
+    """Return a part that is a whole tensor; it must not change afterwards."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return Part(name, tuple(tensor.shape), Memory(flat), list(boxes(tuple(tensor.shape), Span(0, flat.numel()))))

@@ -20,9 +20,8 @@ from torch import nn
 
 from zerocli.checkpoint.boxes import Block, Box, Extent, boxes_of, whole
 from zerocli.checkpoint.manifest import Damaged, Manifest
-from zerocli.checkpoint.members import members_of
-from zerocli.checkpoint.parts import Part, tensor_part
-from zerocli.checkpoint.sources import Source, parameters_of, source_of
+from zerocli.checkpoint.members import rank_of
+from zerocli.checkpoint.sources import Part, Source, parameters_of, source_of, tensor_part
 from zerocli.engine.optimizer.optim import History
 from zerocli.engine.precision import PRECISIONS
 from zerocli.engine.states.buffers import is_plain, write_buffer
@@ -125,7 +124,7 @@ def _boxes_at(extent: Extent, shape: tuple[int, ...], run: Span, at: int) -> tup
 def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts and the values of a step; nothing large is copied. Collective."""
     engine.synchronize()
-    rank = members_of(engine).rank
+    rank = rank_of(engine)
     parts = list(state_parts(engine, written=True))
     buffers = {name: _packed(b) for name, b in persistent_buffers(engine.model)}
     objects = {name: _written(name, value) for name, value, _ in saved_objects(engine.model)}
@@ -133,7 +132,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
     if rank == 0 or differs:
         parts += [tensor_part(f"buffers/{rank}/{name}", b) for name, b in buffers.items() if b.numel()]
         parts += [tensor_part(f"objects/{rank}/{name}", written) for name, written in objects.items()]
-    parts += [tensor_part(f"random/{rank}/{where}", state) for where, state in _random_states(engine).items()]
+    parts += [tensor_part(f"random/{rank}/{where}", state) for where, (state, _) in _random_states(engine).items()]
     kept = histories(engine.trainable(), engine.counts, engine.rule)
     if rank == 0:
         parts += [
@@ -142,7 +141,7 @@ def capture(engine: Engine) -> tuple[list[Part], dict[str, Any]]:
             for key, value in history.tensors.items()
         ]
     values = {
-        "world": members_of(engine).world,
+        "world": len(engine.ranks),
         "precision": engine.precision.name,
         "steps": engine.steps,
         "updates": engine.updates.item(),
@@ -226,17 +225,13 @@ def _differs_from_first(engine: Engine, buffers: dict[str, torch.Tensor]) -> boo
     return not torch.equal(everyone[0], mine)
 
 
-def _random_takers(engine: Engine) -> dict[str, Callable[[torch.Tensor], None]]:
-    takers: dict[str, Callable[[torch.Tensor], None]] = {"cpu": torch.set_rng_state}
+def _random_states(engine: Engine) -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
+    """Return this rank's random states, each with the function that restores it."""
+    states: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], None]]]
+    states = {"cpu": (torch.get_rng_state(), torch.set_rng_state)}
     if engine.device.type == "cuda":
-        takers["cuda"] = lambda state: torch.cuda.set_rng_state(state, engine.device)
-    return takers
-
-
-def _random_states(engine: Engine) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(engine.device)
+        restore = functools.partial(torch.cuda.set_rng_state, device=engine.device)
+        states["cuda"] = torch.cuda.get_rng_state(engine.device), restore
     return states
 
 
@@ -266,10 +261,10 @@ def wanted(
         parts[name] = tensor_part(name, landed)
         afterwards.append(lambda: take(landed))
 
-    members = members_of(engine)
-    own = (f"buffers/{members.rank}/", f"objects/{members.rank}/")
+    rank = rank_of(engine)
+    own = (f"buffers/{rank}/", f"objects/{rank}/")
     # A new rank, or one whose buffers equalled rank 0's, starts from rank 0's.
-    source = members.rank if any(name.startswith(own) for name in manifest.tensors) else 0
+    source = rank if any(name.startswith(own) for name in manifest.tensors) else 0
     for name, buffer in persistent_buffers(engine.model):
         if buffer.numel():
             land(
@@ -291,14 +286,13 @@ def wanted(
             _, key, owner = name.split("/", 2)
             land(name, saved.shape, saved.dtype, functools.partial(kept.setdefault(owner, {}).__setitem__, key))
     afterwards.append(lambda: restore_histories(engine, manifest.values, kept))
-    now = _random_states(engine)
-    for where, take in _random_takers(engine).items():
-        name = f"random/{members.rank}/{where}"
+    for where, (now, take) in _random_states(engine).items():
+        name = f"random/{rank}/{where}"
         # With another number of ranks the saved random states do not apply.
-        if name not in manifest.tensors or manifest.values.get("world") != members.world:
+        if name not in manifest.tensors or manifest.values.get("world") != len(engine.ranks):
             continue
         saved = manifest.tensors[name]
-        if (saved.dtype, saved.shape) != (now[where].dtype, tuple(now[where].shape)):
+        if (saved.dtype, saved.shape) != (now.dtype, tuple(now.shape)):
             raise Damaged(
                 f"its {name} is not a random state of this version of torch: {list(saved.shape)} of {saved.dtype}"
             )

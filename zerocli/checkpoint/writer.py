@@ -24,7 +24,7 @@ from zerocli.checkpoint import manifest as manifests
 from zerocli.checkpoint.folder import MANIFEST, OLD, UNFINISHED
 from zerocli.checkpoint.manifest import Manifest, Piece, Tensor
 from zerocli.checkpoint.snapshot import Batch, Snapshot
-from zerocli.engine.events import SILENT, Events
+from zerocli.engine.events import Events
 from zerocli.files import DirectFile, pwrite_all
 from zerocli.garbage import paused
 from zerocli.ranks.exchange import broadcast_json, collect_json
@@ -57,13 +57,12 @@ class Writer:
         snapshot: Snapshot,
         values: dict[str, Any],
         step: int,
-        events: Events = SILENT,
-        progress: Progress | None = None,
+        events: Events,
+        progress: Progress,
     ) -> None:
-        self._progress = progress or Progress()
         self.folder, self.aside = folder, folder.with_name(folder.name + ".tmp")
         self._snapshot = snapshot
-        self._values, self._step, self._events = values, step, events
+        self._values, self._step, self._events, self._progress = values, step, events, progress
         self._name = file_name(rank)
         self.committed = False
         """Whether the checkpoint is committed; valid on rank 0."""

@@ -2,7 +2,6 @@
 
 from zerocli.config.draft import assemble, from_dict, given_keys, load, notes_of, to_dict
 from zerocli.config.file import bundled
-from zerocli.config.laws import validate
 from zerocli.config.placement import placement_at, read_placement, refuse_placement
 from zerocli.config.schema import (
     FIELDS,
@@ -59,6 +58,5 @@ __all__ = [
     "refuse_shard_ranks",
     "sharding_of",
     "to_dict",
-    "validate",
     "with_dividing_batch",
 ]

@@ -76,29 +76,32 @@ class _Reader:
         self.made = Translation()
         self.problems: list[Problem] = []
 
-    def take(self, key: str, default: Any = None) -> Any:
-        """Return and remove the value of a dotted key; `default` if it is absent or "auto"."""
+    def _table_of(self, key: str) -> tuple[dict[str, Any], str]:
+        """Return the table that a dotted key is in, empty if there is none, and its name in it."""
         table: Any = self.values
         *outer, name = key.split(".")
         for each in outer:
             table = table.get(each) if isinstance(table, dict) else None
-        value = table.pop(name, default) if isinstance(table, dict) else default
+        return table if isinstance(table, dict) else {}, name
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return and remove the value of a dotted key; `default` if it is absent or "auto"."""
+        table, name = self._table_of(key)
+        value = table.pop(name, default)
         return default if value == AUTO or value is None else value
 
     def has(self, key: str) -> bool:
         """Return whether a key is there, "auto" included."""
-        table: Any = self.values
-        for each in key.split("."):
-            if not isinstance(table, dict) or each not in table:
-                return False
-            table = table[each]
-        return True
+        table, name = self._table_of(key)
+        return name in table
 
     def is_auto(self, key: str) -> bool:
-        table: Any = self.values
-        for each in key.split("."):
-            table = table.get(each) if isinstance(table, dict) else None
-        return bool(table == AUTO)
+        table, name = self._table_of(key)
+        return bool(table.get(name) == AUTO)
+
+    def set_number(self, ours: str, theirs: str, default: float) -> None:
+        """Set our key to a number of theirs, or to their default; "auto" is our own default."""
+        self.set(ours, self.number(theirs, None if self.is_auto(theirs) else default))
 
     def number(self, key: str, default: float | None = None) -> Any:
         value = self.take(key, default)
@@ -135,9 +138,7 @@ def _batches(reader: _Reader) -> None:
             reader.made.notes.append("train_batch_size without train_micro_batch_size_per_gpu: --batch is ours")
     else:
         reader.set("train.accumulate", accumulate)
-    clip_is_ours = reader.is_auto("gradient_clipping")
-    clip = reader.number("gradient_clipping", None if clip_is_ours else 0)
-    reader.set("train.clip", clip)
+    reader.set_number("train.clip", "gradient_clipping", 0)
 
 
 def _precision(reader: _Reader) -> None:
@@ -163,10 +164,7 @@ def _precision(reader: _Reader) -> None:
 
 def _zero(reader: _Reader) -> None:
     section = "zero_optimization"
-    if reader.is_auto(f"{section}.stage"):
-        reader.take(f"{section}.stage")
-    else:
-        reader.set("zero.stage", reader.number(f"{section}.stage", 0))
+    reader.set_number("zero.stage", f"{section}.stage", 0)
     placed, paths = [], []
     if reader.take(f"{section}.cpu_offload", False):
         placed.append("optimizer=cpu")
@@ -258,8 +256,7 @@ def _scheduler(reader: _Reader) -> None:
         reader.values.pop("scheduler", None)
         return
     reader.set("optimizer.schedule", schedules[str(kind)])
-    warmup_is_ours = reader.is_auto(f"{section}.warmup_num_steps")
-    reader.set("optimizer.warmup", reader.number(f"{section}.warmup_num_steps", None if warmup_is_ours else 1000))
+    reader.set_number("optimizer.warmup", f"{section}.warmup_num_steps", 1000)
     reader.set("optimizer.warmup_shape", reader.take(f"{section}.warmup_type", "log"))
     for key in ("warmup_min_lr", "warmup_min_ratio"):
         if reader.number(f"{section}.{key}", 0):

@@ -82,6 +82,11 @@ FOREIGN = ("model.folder", CODE, "model.vocab", "model.compile")
 """Keys of `model` that mean something beside the config.json that transformers builds from."""
 
 
+def flag_of(key: str) -> str:
+    """Return the flag of a key that has one."""
+    return _FLAGS.get(key, "--" + short(key).replace("_", "-"))
+
+
 def load(source: str, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
     """Return the config that `source` names, overridden by `sets` (`section.key=value`) and then by `flags`.
 
@@ -147,8 +152,7 @@ def _combine(
             draft.add(key, value, place, raw)
     for key, value in (flags or {}).items():
         if value is not None and value != ():
-            flag = _FLAGS.get(key, "--" + key.rpartition(".")[2].replace("_", "-"))
-            draft.add(key, value, f"{flag} {value if isinstance(value, str) else quote(value)}")
+            draft.add(key, value, f"{flag_of(key)} {value if isinstance(value, str) else quote(value)}")
     if document.positions:
         draft.bound_seq(document.positions)
     return draft

@@ -44,10 +44,8 @@ class Document:
     """Lines for the log."""
     unsupported: list[Problem] = field(default_factory=list)
     """What our own code does not compute of a Hugging Face config; the code of `transformers` may."""
-    hugging_face: bool = False
-    """Whether it is a Hugging Face config, which `transformers` may build instead of our own code."""
     other: "Document | None" = None
-    """The same config for the code of `transformers`."""
+    """Of a Hugging Face config: the same for the code of `transformers`, which may build it instead of ours."""
 
 
 def read(source: str) -> Document:
@@ -182,7 +180,6 @@ def _either_code(stem: str, values: dict[str, Any], places: dict[str, str], path
         document = Document(stem, {"model": {}}, unsupported=list(error.problems), hint=error.hint)
     folder = {"folder": hub.folder_of(path)}
     document.values = {**document.values, "model": {**document.values.get("model", {}), **folder}}  # type: ignore[dict-item]
-    document.hugging_face = True
     vocab = hub.size_of(values, "vocab_size")
     model: dict[str, object] = {**folder, "code": "transformers", **({"vocab": vocab} if vocab else {})}
     name = re.sub(r"[^\w.-]+", "-", stem).strip("-.") or str(values["model_type"])
@@ -197,7 +194,7 @@ def for_code(document: Document, asked: str) -> Document:
     So a command gives the same numbers whether or not transformers is installed. Raises ConfigError if the code that
     is asked for cannot build the model.
     """
-    if not document.hugging_face or asked not in ("auto", "zerocli", "transformers"):
+    if document.other is None or asked not in ("auto", "zerocli", "transformers"):
         return document
     covered = not document.unsupported
     if asked == "zerocli" or covered and asked == "auto":
@@ -210,7 +207,6 @@ def for_code(document: Document, asked: str) -> Document:
         place = document.places.get("model.family", document.name)
         problems = document.unsupported or [Problem(place, "model.code=transformers, which is not installed")]
         raise ConfigError(problems, hint="pip install 'zerocli[hf]': transformers has code for other models")
-    assert document.other is not None
     return document.other
 
 

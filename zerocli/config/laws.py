@@ -17,13 +17,8 @@ _Found = tuple[tuple[str, ...], *tuple[str, ...]]
 """Keys, and the fact, what was probably meant and the hint of their `Problem`; the last two may be left out."""
 
 
-def validate(config: Config) -> list[Problem]:
-    """Return the problems of a config whose types are right: ranges and cross checks, each with its dotted key."""
-    return [problem for _, problem in violations(config)]
-
-
 def violations(config: Config) -> Iterator[tuple[tuple[str, ...], Problem]]:
-    """Yield (the keys involved, the problem)."""
+    """Yield (the keys involved, the problem) for a config whose types are right: ranges and cross checks."""
     bad = set()
     for key, field in FIELDS.items():
         fact, meant = _law_broken(field, get(config, key))

@@ -58,7 +58,8 @@ def refuse(path: str, values: Mapping[str, Any]) -> None:
         value = about.get(key)
         value = value.lower() if isinstance(value, str) else value
         if value is not None and value not in read:
-            raise UserError(f"{path}: {fact}{key} {quote(value)}, and only {_either(read)} is read", hint=hint)
+            known = " or ".join(map(str, read))
+            raise UserError(f"{path}: {fact}{key} {quote(value)}, and only {known} is read", hint=hint)
     if method == "bitsandbytes" and values.get("model_type") in TURNED:
         raise UserError(f"{path}: {fact}and such a {values['model_type']} is stored transposed", hint=hint)
 
@@ -78,7 +79,3 @@ def parameters(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, 
             numel *= 2
         found[dtype] = found.get(dtype, 0) + numel
     return found
-
-
-def _either(values: tuple[object, ...]) -> str:
-    return " or ".join(map(str, values))

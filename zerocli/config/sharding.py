@@ -16,16 +16,14 @@ from typing import Any
 from offload.placement import ACTIVATIONS, Placement
 from zerocli.config.placement import read_placement
 from zerocli.config.schema import (
+    FIELDS,
     MASTERS,
     SHARD_STATES,
-    ActivationsConfig,
     Config,
-    LoraConfig,
-    OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
-    ZeroConfig,
+    get,
 )
 from zerocli.errors import UserError, user_error
 from zerocli.layout.codecs import BASES, CODECS
@@ -36,6 +34,11 @@ from zerocli.layout.sizes import count_of
 from zerocli.layout.stage import stage as stage_of
 
 
+def _of(key: str) -> Any:
+    """Return a field that is a key of the config, with its default."""
+    return field(default=FIELDS[key].default, metadata={"key": key})
+
+
 @dataclass(frozen=True)
 class Sharding:
     """How a model is sharded, placed and stepped; the defaults are the config's.
@@ -43,52 +46,52 @@ class Sharding:
     Only `options` differ: they default to none, while a config takes them from its `optimizer` section.
     """
 
-    stage: int = ZeroConfig.stage
-    offload: Placement = OffloadConfig.placement
+    stage: int = _of("zero.stage")
+    offload: Placement = _of("offload.placement")
     """Placement of what the stage partitions; a str is parsed: `cpu`, `nvme`, `params=cpu,optimizer=hbm:20GiB+nvme`."""
-    precision: str = TrainConfig.precision
+    precision: str = _of("train.precision")
     """`fp32`, `bf16`, `fp16`, or `auto`: bf16 where the device supports it."""
-    optimizer: str = OptimizerConfig.name
+    optimizer: str = _of("optimizer.name")
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of the optimizer: betas, eps, momentum, ..."""
-    master: str = OptimizerConfig.master
+    master: str = _of("optimizer.master")
     """How the fp32 master of bf16 parameters is kept: `split`, as a 16-bit remainder beside them, or `fp32`."""
-    accumulate: int = TrainConfig.accumulate
+    accumulate: int = _of("train.accumulate")
     """Backward passes per step; their gradients are averaged, in fp32 if there is more than one."""
-    clip: float | None = TrainConfig.clip
+    clip: float | None = _of("train.clip")
     """Largest global gradient norm; None: gradients are not clipped."""
-    recompute: bool | int | str | Recompute = ActivationsConfig.policy
+    recompute: bool | int | str | Recompute = _of("activations.policy")
     """Keep only the input of each repeated block and rerun its forward in backward; a number: of that many blocks, the
     first ones; `selective`: but keep the outputs of matrix products and attention; a `Recompute` says how many blocks
     of each. A placement of `activations`, which says where the inputs are kept, implies True. `auto`: not decided yet;
     a plan decides by the device's memory (zerocli/plan/search/recompute.py), and no engine takes it."""
-    partition_activations: bool = ActivationsConfig.partition
+    partition_activations: bool = _of("activations.partition")
     """Whether tensor-parallel ranks, whose inputs are equal, each keep only a part of them."""
-    bucket_nbytes: int = ZeroConfig.bucket
+    bucket_nbytes: int = _of("zero.bucket")
     """Size of one reduction bucket; there are two."""
-    gather_buffers: int = ZeroConfig.buffers
+    gather_buffers: int = _of("zero.buffers")
     """Gather buffers for each size of unit."""
-    reduce: str = ZeroConfig.reduce
+    reduce: str = _of("zero.reduce")
     """dtype of gradients on the wire: `compute` or `fp32`."""
-    update: str = OffloadConfig.update
+    update: str = _of("offload.update")
     """Where offloaded states are updated: `cpu`, `stream` (through the device), or by measurement."""
-    nvme_path: tuple[str, ...] = OffloadConfig.nvme_path
+    nvme_path: tuple[str, ...] = _of("offload.nvme_path")
     """Folders of the nvme tier; one may be given as it is."""
-    staging_nbytes: int = OffloadConfig.staging
+    staging_nbytes: int = _of("offload.staging")
     """Device (or host) memory through which offloaded states are streamed for their update."""
-    read_ahead_nbytes: int = OffloadConfig.read_ahead
+    read_ahead_nbytes: int = _of("offload.read_ahead")
     """Host memory for prefetched copies of parameters on disk; 0: none."""
-    verify: bool = OffloadConfig.verify
+    verify: bool = _of("offload.verify")
     """Whether reads from other tiers are compared with checksums of what was written; a mismatch raises
     `zerocli.Corrupted`."""
-    base: str = LoraConfig.base
+    base: str = _of("lora.base")
     """What frozen matrices of repeated blocks are stored in: `nf4`, `int8`, or empty: as they compute."""
-    tp: int = ParallelConfig.tp
+    tp: int = _of("parallel.tp")
     """Number of neighbouring ranks that split each layer between them."""
-    shard_ranks: int = ParallelConfig.shard_ranks
+    shard_ranks: int = _of("parallel.shard_ranks")
     """Number of neighbouring data-parallel ranks over which states are partitioned; other groups of as many hold
     copies. 0: all of them."""
-    shard_states: str = ParallelConfig.shard_states
+    shard_states: str = _of("parallel.shard_states")
     """With `shard_ranks`: `group`, or `all`: gradients and optimizer states are partitioned over all ranks, and each
     group keeps a copy of the parameters, from which its ranks gather."""
 
@@ -156,30 +159,9 @@ class Sharding:
 
 def sharding_of(config: Config) -> Sharding:
     """Return how a config's model is sharded, placed and stepped."""
-    return Sharding(
-        stage=config.zero.stage,
-        offload=config.offload.placement,
-        precision=config.train.precision,
-        optimizer=config.optimizer.name,
-        options=arguments_of(config.optimizer),
-        master=config.optimizer.master,
-        accumulate=config.train.accumulate,
-        clip=config.train.clip or None,
-        base=config.lora.base,
-        recompute=config.activations.policy,
-        partition_activations=config.activations.partition,
-        bucket_nbytes=config.zero.bucket,
-        gather_buffers=config.zero.buffers,
-        reduce=config.zero.reduce,
-        update=config.offload.update,
-        nvme_path=config.offload.nvme_path,
-        staging_nbytes=config.offload.staging,
-        read_ahead_nbytes=config.offload.read_ahead,
-        verify=config.offload.verify,
-        tp=config.parallel.tp,
-        shard_ranks=config.parallel.shard_ranks,
-        shard_states=config.parallel.shard_states,
-    )
+    keys = {each.name: each.metadata["key"] for each in dataclasses.fields(Sharding) if each.metadata}
+    given = {name: get(config, key) for name, key in keys.items()}
+    return Sharding(**given | {"options": arguments_of(config.optimizer), "clip": config.train.clip or None})
 
 
 def arguments_of(config: OptimizerConfig) -> dict[str, Any]:

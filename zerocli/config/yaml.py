@@ -70,25 +70,14 @@ def _key_lines(node: Any, before: str = "") -> Iterator[tuple[str, int]]:
             yield from _key_lines(value, f"{name}.")
 
 
-# Key of axolotl, LLaMA-Factory or a Trainer -> the flag that says the same.
-_FLAGS = {
-    "lora_r": "--lora",
-    "lora_rank": "--lora",
-    "learning_rate": "--lr",
-    "num_epochs": "--epochs",
-    "num_train_epochs": "--epochs",
-    "max_steps": "--steps",
-    "epochs": "--epochs",
-    "max_steps_per_epoch": "--steps",
-    "batch_size": "--batch",
-    "micro_batch_size": "--batch",
-    "per_device_train_batch_size": "--batch",
-    "gradient_accumulation_steps": "--accumulate",
-    "sequence_len": "--seq",
-    "cutoff_len": "--seq",
-    "output_dir": "--run-dir",
-    "seed": "--seed",
-}
+_TAKEN = (
+    *("lora_r", "lora_rank", "learning_rate", "num_epochs", "num_train_epochs", "max_steps", "epochs"),
+    *("max_steps_per_epoch", "batch_size", "micro_batch_size", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "sequence_len", "cutoff_len", "output_dir", "seed"),
+)
+"""Keys of axolotl, LLaMA-Factory or a Trainer that a flag says too, in the order of the flags."""
+_OWN = {"epochs": "--epochs", "max_steps_per_epoch": "--steps", "output_dir": "--run-dir", "seed": "--seed"}
+"""The flags of those that `draft.OTHER_NAMES` does not have."""
 _TRAINERS = {
     "base_model": "axolotl",
     "model_name_or_path": "LLaMA-Factory",
@@ -110,6 +99,9 @@ def other_trainer(text: str) -> tuple[str, str] | None:
         found = {"learning_rate": "lr", "base_model": "checkpoint_dir", "sequence_len": "max_seq_len"}
         values |= {ours: inner[theirs] for ours, theirs in found.items() if inner.get(theirs, "null") != "null"}
     model = values.get("base_model") or values.get("model_name_or_path") or "FOLDER"
-    words = [word for key, flag in _FLAGS.items() if key in values for word in (flag, values[key].strip("'\""))]
+    from zerocli.config.draft import OTHER_NAMES, flag_of  # imports this module
+
+    flags = {key: _OWN.get(key) or flag_of(OTHER_NAMES[key]) for key in _TAKEN if key in values}
+    words = [word for key, flag in flags.items() for word in (flag, values[key].strip("'\""))]
     name = model.strip("'\"").rstrip("/").rpartition("/")[2]
     return trainer, " ".join(["zerocli train", quoted(f"./{name}"), "--data FILE", *map(quoted, words)])

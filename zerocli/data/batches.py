@@ -18,22 +18,20 @@ them in one epoch and the other half in the next. All places of all files are pe
 
 import functools
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zerocli.data.held_out import HeldOut, SamplePass, Section, TokenPass
-from zerocli.data.packing import JoinedWindows, Windows
-from zerocli.data.tokens import TokenSource, open_source
+from zerocli.data.held_out import HeldOut, SamplePass, TokenPass
+from zerocli.data.packing import Windows
+from zerocli.data.tokens import TokenSource
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Batch", "Batches", "DocumentBatches", "Prefetcher", "TokenSource", "open_source", "permute"]
 
 Batch = tuple["torch.Tensor", ...]
 """(tokens, targets) or (tokens, targets, positions): int64 of shape (batch, seq); a target of -100 is not counted."""
@@ -155,7 +153,8 @@ class Batches:
 
     def held_out(self, batch: int) -> HeldOut | None:
         """Return one pass over what this data leaves out, if it does."""
-        return TokenPass(self.source.rest(), batch, self.seq) if isinstance(self.source, Section) else None
+        rest = self.source.rest()
+        return TokenPass(rest, batch, self.seq) if len(rest) else None
 
     def seen(self, step: int, world: int) -> int:
         """Return the samples that all ranks have seen at the end of a step."""
@@ -173,12 +172,12 @@ class Batches:
 class DocumentBatches(Batches):
     """Batches of windows of documents; with `positions`, several documents share a window.
 
-    `takes` has, for each source of joined windows, how many of its windows an epoch has: see [Note: weights of files].
+    `takes` has, for each of several sources, how many of its windows an epoch has: see [Note: weights of files].
     """
 
     def __init__(
         self,
-        windows: Windows | JoinedWindows,
+        windows: Windows | Sequence[Windows],
         batch: int,
         seq: int,
         accumulate: int = 1,
@@ -187,14 +186,12 @@ class DocumentBatches(Batches):
         positions: bool = True,
         takes: Sequence[int] = (),
     ):
-        self.windows = windows
-        parts = windows.parts if isinstance(windows, JoinedWindows) else [windows]
-        self._sizes = [len(part) for part in parts]
-        self._takes = takes or self._sizes
+        self.parts = [windows] if isinstance(windows, Windows) else windows
+        self._takes = takes or [len(part) for part in self.parts]
         self.left_out: DocumentBatches | None = None
         """Batches of the documents that are not trained on."""
         self.lines, self.notes = [], []
-        self.kind = windows.kind
+        self.kind = "+".join(dict.fromkeys(part.documents.kind for part in self.parts))
         self.sequences, self.seq, self.accumulate, self.seed, self.begun = batch, seq, accumulate, seed, begun
         self.num_windows = sum(self._takes)
         self._positions = positions
@@ -205,18 +202,12 @@ class DocumentBatches(Batches):
     def positions(self) -> bool:
         return self._positions
 
-    @property
-    def single(self) -> Windows:
-        """The windows, which are of one source."""
-        assert isinstance(self.windows, Windows)
-        return self.windows
-
     def take(self, samples: range) -> Batch:
         import torch
 
-        rows = [self.windows.window(self.window_of(index)) for index in samples]
-        parts = [torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)]
-        return tuple(parts if self._positions else parts[:2])
+        rows = [part.window(at) for part, at in map(self.window_of, samples)]
+        columns = [torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)]
+        return tuple(columns if self._positions else columns[:2])
 
     def one_pass(self, batch: int) -> HeldOut:
         return SamplePass(self, batch)
@@ -224,20 +215,19 @@ class DocumentBatches(Batches):
     def held_out(self, batch: int) -> HeldOut | None:
         return self.left_out.one_pass(batch) if self.left_out is not None else None
 
-    def window_of(self, index: int) -> int:
-        """Return the window of the sample with global `index`."""
+    def window_of(self, index: int) -> tuple[Windows, int]:
+        """Return the source of the sample with global `index`, and which of its windows that is."""
         epoch, place = divmod(index, self.num_windows)
         place = permute(place, self.num_windows, self.seed, epoch)
-        first = 0
-        for size, taken in zip(self._sizes, self._takes, strict=True):
+        for part, taken in zip(self.parts, self._takes, strict=True):
             if place < taken:
-                return first + (epoch * taken + place) % size
-            first, place = first + size, place - taken
+                return part, (epoch * taken + place) % len(part)
+            place -= taken
         raise AssertionError("a place beyond the epoch")
 
     def num_counted(self, samples: range) -> int:
         """Return how many targets of these samples count for the loss."""
-        return sum(int(self.windows.counts[self.window_of(index)]) for index in samples)
+        return sum(int(part.counts[at]) for part, at in map(self.window_of, samples))
 
     def weight(self, step: int, micro: int, rank: int, world: int) -> float:
         passes = self.accumulate * world
@@ -252,7 +242,7 @@ class DocumentBatches(Batches):
 
 
 class Prefetcher:
-    """Hands out a rank's micro-batches in order, from `start_step` on, while a thread prepares the next two.
+    """Hands out a rank's micro-batches in order, from `start_step` on, while a thread prepares the next three.
 
     With a CUDA device the thread pins them, and the copy is queued on the caller's stream. `steps`, where given, is
     the last step; after it the iteration ends. An error in the thread is raised to the caller.
@@ -274,31 +264,25 @@ class Prefetcher:
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._ready: deque[Batch] = deque()
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._ended = False  # the thread adds nothing more
-        self._closed = False
+        self._made = self._prepare(start_step, steps)
+        self._thread = ThreadPoolExecutor(1, "zerocli-data")
+        self._ready: deque[Future[Batch | None]] = deque(self._next() for _ in range(3))
+        """The next batches, some of them not prepared yet; None after the last one. Empty once it is closed."""
         self._waited = 0.0
-        self._thread = threading.Thread(target=self._run, args=(start_step, steps), name="zerocli-data", daemon=True)
-        self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
+        if not self._ready:
+            raise RuntimeError("the prefetcher is closed")
         started = time.perf_counter()
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
-            self._waited += time.perf_counter() - started
-            if self._closed:
-                raise RuntimeError("the prefetcher is closed")
-            if not self._ready:
-                if self._error is not None:
-                    raise self._error
-                raise StopIteration
-            batch = self._ready.popleft()
-            self._changed.notify_all()
+        batch = self._ready[0].result()  # stays the first if there is none or an error: the next call says so again
+        self._waited += time.perf_counter() - started
+        if batch is None:
+            raise StopIteration
+        self._ready.popleft()
+        self._ready.append(self._next())
         if self._device.type == "cpu":
             return batch
         return tuple(part.to(self._device, non_blocking=True) for part in batch)
@@ -306,17 +290,13 @@ class Prefetcher:
     @property
     def waited_seconds(self) -> float:
         """Seconds that callers waited for data since this was last read; reading resets it to zero."""
-        with self._changed:
-            waited, self._waited = self._waited, 0.0
+        waited, self._waited = self._waited, 0.0
         return waited
 
     def close(self) -> None:
         """End the thread and drop what it prepared; a second call does nothing."""
-        with self._changed:
-            self._closed = True
-            self._ready.clear()
-            self._changed.notify_all()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
+        self._ready.clear()
 
     def __enter__(self) -> "Prefetcher":
         return self
@@ -324,17 +304,10 @@ class Prefetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, step: int, last: int | None) -> None:
-        try:
-            self._prepare(step, last)
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+    def _next(self) -> "Future[Batch | None]":
+        return self._thread.submit(next, self._made, None)
 
-    def _prepare(self, step: int, last: int | None) -> None:
+    def _prepare(self, step: int, last: int | None) -> Iterator[Batch]:
         if self._device.type == "cuda":
             import torch
 
@@ -343,12 +316,5 @@ class Prefetcher:
             for micro in range(self._batches.accumulate):
                 batch = self._batches.batch(step, micro, self._rank, self._world)
                 self._batches.weight(step, micro, self._rank, self._world)  # remembers the step's sum for the caller
-                if self._device.type == "cuda":
-                    batch = tuple(part.pin_memory() for part in batch)
-                with self._changed:
-                    self._changed.wait_for(lambda: len(self._ready) < 2 or self._closed)
-                    if self._closed:
-                        return
-                    self._ready.append(batch)
-                    self._changed.notify_all()
+                yield tuple(part.pin_memory() for part in batch) if self._device.type == "cuda" else batch
             step += 1

@@ -1,5 +1,7 @@
 """Files of arrays that are made once and read as memory maps: written atomically, checked before they are used.
 
+The first rank of each node makes them, and the others wait.
+
 A file is a sequence of sections, each an array, and a footer that names them with their offsets, lengths and checksums.
 The footer comes last: a file that was cut short has none, and is made again.
 """
@@ -9,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from zerocli.console import progress, say
 from zerocli.errors import FAILURE, UserError
 from zerocli.ranks.startup import STARTUP
 
@@ -31,6 +36,10 @@ ALIGN = 64
 READ_NBYTES = 16 * 2**20
 _TAIL = 24
 """Bytes after the footer: its length, its checksum and MAGIC."""
+
+Moved = Callable[[int], None]
+"""Called with the bytes that were read since the last call."""
+_ROUNDS = itertools.count()
 
 
 class Broken(Exception):
@@ -214,3 +223,69 @@ def make(places: Sequence[Path], name: str, build: Callable[[Path, Path], None])
         hint="--set data.cache=DIR with a folder that can be written and has room",
         exit_code=FAILURE,
     )
+
+
+class Node:
+    """A rank's part in making cache files: the first rank of each node makes them, the others wait and map them."""
+
+    def __init__(self, rank: int = 0, world: int = 1, leader: bool = True) -> None:
+        self._world = world
+        self._leader = leader
+        self._shows = rank == 0
+
+    def wait(self) -> None:
+        """Return once every rank has called this; all ranks make the same calls in one order."""
+        if self._world == 1:
+            return
+        import torch.distributed as dist
+
+        store, key = dist.distributed_c10d._get_default_store(), f"zerocli/data/{next(_ROUNDS)}"
+        # Polled: a get would end with the store's timeout, and tokenising may take hours.
+        with STARTUP.waiting("tokenising the data"):
+            arrived, pause = store.add(key, 1), 0.005
+            while arrived < self._world:
+                time.sleep(pause)
+                pause = min(0.5, 1.5 * pause)
+                arrived = store.add(key, 0)
+
+    def cached(self, path: str, folder: str, name: str, build: Callable[[Path, Path], None]) -> Reader:
+        """Return the cache file of data at `path`; `build(folder, target)` writes it where it is missing. Collective.
+
+        The rank that may build it compares every byte with its checksum first.
+        """
+        places = folders(path, folder)
+        reader = None
+        if self._leader:
+            reader, why = find(places, name, verify=True)
+            if why and self._shows:
+                say(f"{why}: it is made again")
+            reader = reader or make(places, name, build)
+        self.wait()
+        if reader is None:
+            reader, why = find(places, name, verify=False)
+            # The first rank's folder is not this rank's: a home folder of its own, for example.
+            reader = reader or make(places, name, build)
+        return reader
+
+    @contextlib.contextmanager
+    def progress(self, what: str, nbytes: int) -> Iterator[Moved]:
+        """Show the progress of reading `nbytes`: a bar on a terminal, a line now and then elsewhere."""
+        if not self._shows:
+            yield lambda moved: None
+        else:
+            with progress(what, nbytes, "B") as move:
+                yield move
+
+
+ALONE = Node()
+"""One process that has nobody to wait for."""
+
+
+def this_node() -> Node:
+    """Return this process' part: of its process group, or alone."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return ALONE
+    rank = dist.get_rank()
+    return Node(rank, dist.get_world_size(), rank == 0 or os.environ.get("LOCAL_RANK") == "0")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ VERSION = 3
 """Counts changes of what a cache file holds."""
 BATCH_NBYTES = 2**18
 """Text that is tokenised at once."""
-
-Moved = Callable[[int], None]
-"""Called with the bytes that were read since the last call."""
 
 ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
@@ -44,11 +41,8 @@ class Reading:
     """The system prompt of conversations that have none."""
 
 
-class Document(NamedTuple):
-    """The tokens of one row, and which of them count for the loss."""
-
-    ids: np.ndarray
-    counted: np.ndarray
+Document = tuple[np.ndarray, np.ndarray]
+"""The ids of one row, and which of them count for the loss."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,7 @@ def cache_name(path: str, form: str, files: Sequence[Path], encoder: Encoder, re
 
 
 def write_documents(
-    folder: Path, target: Path, form: str, files: Sequence[Path], encoder: Encoder, reading: Reading, moved: Moved
+    folder: Path, target: Path, form: str, files: Sequence[Path], encoder: Encoder, reading: Reading, moved: cache.Moved
 ) -> None:
     """Tokenise the rows of files into a cache file, `BATCH_NBYTES` of text at a time."""
     writer = cache.Writer(folder, {"ids": encoder.dtype, "ends": np.int64, "flips": np.int64})
@@ -130,19 +124,19 @@ def write_documents(
                     raise UserError(
                         f"{row.place}: has {row.kind}, and rows before it have {kind}: a run takes one kind"
                     )
-            for row, document in zip(rows, tokenise(rows), strict=True):
-                if len(document.ids) < 2:
+            for row, (ids, counted) in zip(rows, tokenise(rows), strict=True):
+                if len(ids) < 2:
                     empty += 1
                     continue
-                counted = document.counted.copy()
+                counted = counted.copy()
                 counted[0] = False  # nothing comes before it that could predict it
                 if not counted.any():
                     silent.append(row.place)
                 changes = np.flatnonzero(np.diff(counted, prepend=state))
                 state = bool(counted[-1])
-                writer.add("ids", document.ids)
+                writer.add("ids", ids)
                 writer.add("flips", changes + end)
-                end += len(document.ids)
+                end += len(ids)
                 writer.add("ends", [end])
             moved(sum(row.nbytes for row in rows))
             STARTUP.move()
@@ -158,10 +152,11 @@ def write_documents(
             "empty": empty,
             "last_only": last_only,
             "apart": tokenise.apart,
+            "silent": len(silent),
+            "silent_at": "".join(silent[:1]),
+            "as": tokenise.described,
         }
-        writer.finish(
-            target, {**about, "silent": len(silent), "silent_at": "".join(silent[:1]), "as": tokenise.described}
-        )
+        writer.finish(target, about)
     finally:
         writer.close()
 
@@ -211,7 +206,7 @@ class _Tokeniser:
             kind = rows[0].kind
         if kind == MESSAGES:
             self.chat = self.chat or Chat(self._encoder, self._masked)
-            yield from (Document(*each) for each in self.chat.encode([self._conversation(row) for row in rows]))
+            yield from self.chat.encode([self._conversation(row) for row in rows])
             return
         if kind == "text":
             for row, encoded in zip(rows, self._whole([row.values["text"] for row in rows]), strict=True):
@@ -242,12 +237,12 @@ class _Tokeniser:
         """Return a text with its end-of-sequence token; its first `prompt` ids do not count."""
         counted, eos = np.arange(len(ids)) >= prompt, self._encoder.eos
         if not filled:
-            return Document(ids[:0], counted[:0])
+            return ids[:0], counted[:0]
         if eos is not None and (not len(ids) or int(ids[-1]) != eos):
             ids, counted = np.append(ids, ids.dtype.type(eos)), np.append(counted, True)
         elif eos is not None:
             counted[-1] = True
-        return Document(ids, counted)
+        return ids, counted
 
 
 def _instruction(row: Row, templated: bool, system: str) -> Row:

@@ -128,11 +128,6 @@ class FileEncoder(Encoder):
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def encode_stream(self, text: str) -> np.ndarray:
-        """Return the ids of a piece of a longer text, without special tokens around it."""
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
-        return np.array(encoding.ids, self.dtype)
-
 
 def find_tokenizer(tokenizer: str, folder: str) -> tuple[str, str]:
     """Return (`bytes` or the path of a tokenizer.json, why that one) for `data.tokenizer` and `model.folder`."""
@@ -155,18 +150,15 @@ def find_tokenizer(tokenizer: str, folder: str) -> tuple[str, str]:
     return BYTES, f"the model's folder has no {FILE}"
 
 
-def open_encoder(path: str) -> Encoder:
-    """Return the encoder of `bytes` or of a tokenizer.json."""
-    return Encoder() if path == BYTES else FileEncoder(path)
-
-
-def refuse_vocabulary(tokenizer: str, size: int, vocab: int) -> None:
-    """Raise UserError if a tokenizer has ids that the model does not know; a `vocab` of 0 is not known."""
-    if vocab and size > vocab:
+def open_encoder(path: str, vocab: int = 0) -> Encoder:
+    """Return the encoder of `bytes` or of a tokenizer.json; UserError if it has ids beyond a `vocab` that is known."""
+    encoder = Encoder() if path == BYTES else FileEncoder(path)
+    if vocab and encoder.size > vocab:
         raise UserError(
-            f"{tokenizer}: has {size} token ids, and the model knows {vocab}: 0 to {vocab - 1}",
-            hint=f"--set model.vocab={size}; or the model's own tokenizer: --set data.tokenizer=PATH",
+            f"{encoder.name}: has {encoder.size} token ids, and the model knows {vocab}: 0 to {vocab - 1}",
+            hint=f"--set model.vocab={encoder.size}; or the model's own tokenizer: --set data.tokenizer=PATH",
         )
+    return encoder
 
 
 def _conversion(folder: str) -> str:

@@ -128,9 +128,13 @@ def _in_folder(folder: Path) -> list[Path]:
     return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(folder).as_posix())
 
 
-def unreadable(error: OSError, shown: str) -> UserError:
-    """Return the error for a user of a file that cannot be read."""
-    return UserError(f"{error.filename or shown}: cannot be read ({error.strerror or error})")
+@contextlib.contextmanager
+def readable(shown: str) -> Iterator[None]:
+    """While the body runs, a file that cannot be read is a UserError, which names the file, or `shown`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or shown}: cannot be read ({error.strerror or error})") from None
 
 
 class TextCheck:

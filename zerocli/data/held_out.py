@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,54 +15,10 @@ from zerocli.layout.sizes import count_of
 if TYPE_CHECKING:
     import torch
 
-IGNORED = -100
-"""A target of this value is not counted (zerocli.models.loss.IGNORED)."""
+    from zerocli.data.batches import Batches, DocumentBatches
+
 DEFAULT_SPLIT = 0.05
 """Share that is held out if evaluations are asked for and no data is named for them."""
-
-
-class HeldOut(Protocol):
-    """Batches of held-out data: (tokens, targets) or (tokens, targets, positions), int64 of shape (batch, seq)."""
-
-    num_batches: int
-    positions: bool
-    """Whether batches have positions."""
-
-    def batch(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Return batch `index`; together the batches have each held-out target once."""
-        ...
-
-
-class Section(TokenSource):
-    """The tokens start..stop-1 of a source, as a source of its own."""
-
-    def __init__(self, whole: TokenSource, start: int, stop: int) -> None:
-        super().__init__([], whole.vocab)
-        self.whole, self.start, self.stop = whole, start, stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def max_id(self) -> int:
-        return self.whole.max_id
-
-    def slice(self, start: int, length: int) -> np.ndarray:
-        if not 0 <= start <= start + length <= len(self):
-            raise IndexError(f"tokens {start}..{start + length} of a section of {len(self)}")
-        return self.whole.slice(self.start + start, length)
-
-    def check(self) -> None:
-        self.whole.check()
-
-    def rest(self) -> Section:
-        """Return the tokens after this section."""
-        return Section(self.whole, self.stop, len(self.whole))
-
-
-def evaluates(config: Config) -> bool:
-    """Return whether a run has held-out data."""
-    return bool(config.data.validation or split_share(config))
 
 
 def split_share(config: Config) -> float:
@@ -87,7 +43,7 @@ def training_part(source: TokenSource, config: Config) -> TokenSource:
             f"{len(source) - held} are left to train on, {held} to evaluate; one sequence needs {seq + 1} (seq + 1)",
             hint="--set data.validation=FILE, or another --set data.split=...",
         )
-    return Section(source, 0, len(source) - held)
+    return source.part(0, len(source) - held)
 
 
 def describe(config: Config, held_out: HeldOut) -> str:
@@ -109,8 +65,10 @@ class TokenPass:
         self._rest = len(source) - 1 - self._whole * seq
         self.num_batches = -(-self._whole // batch) + (self._rest > 0)
         self.positions = False
+        """Whether batches have positions."""
 
     def batch(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return batch `index`, (tokens, targets) in int64; together the batches have each target once."""
         import torch
 
         first = index * self._batch
@@ -122,21 +80,10 @@ class TokenPass:
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
-class Samples(Protocol):
-    """Samples by global index, as those of training; one pass is samples 0..num_windows-1."""
-
-    num_windows: int
-
-    @property
-    def positions(self) -> bool: ...
-
-    def take(self, samples: range) -> tuple[torch.Tensor, ...]: ...
-
-
 class SamplePass:
-    """One pass over samples that are addressed by global index, such as packed documents."""
+    """One pass over samples 0..num_windows-1: (tokens, targets) of documents, with positions where they are packed."""
 
-    def __init__(self, samples: Samples, batch: int) -> None:
+    def __init__(self, samples: DocumentBatches, batch: int) -> None:
         self._samples, self._batch = samples, batch
         self.num_batches = -(-samples.num_windows // batch)
         self.positions = samples.positions
@@ -146,19 +93,14 @@ class SamplePass:
         return self._samples.take(range(first, min(first + self._batch, self._samples.num_windows)))
 
 
-class Data(Protocol):
-    """What training reads, as far as evaluation asks: see `run.data.Batches`."""
-
-    def one_pass(self, batch: int) -> HeldOut: ...
-
-    def held_out(self, batch: int) -> HeldOut | None: ...
+HeldOut = TokenPass | SamplePass
 
 
 def open_held_out(
-    config: Config, batches: Data, open_batches: Callable[[Config, bool], Data], check: bool = True
+    config: Config, batches: Batches, open_batches: Callable[[Config, bool], Batches], check: bool = True
 ) -> HeldOut | None:
     """Return the batches to evaluate on: of `data.validation`, or the part of the data that `batches` leaves out."""
-    if not evaluates(config):
+    if not (config.data.validation or split_share(config)):
         return None
     train = config.train
     if not config.data.validation:

@@ -9,7 +9,6 @@ loses no prediction. Pieces without a target that counts for the loss are left o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from zerocli.ranks.startup import STARTUP
 
 VERSION = 2
 IGNORED = -100
-"""A target that counts for no loss."""
+"""A target that counts for no loss (zerocli.models.loss.IGNORED)."""
 _ODD = np.uint64(0xD6E8FEB86659FD93)
 
 CUTS = {"split": "split", "truncate": "truncated", "drop": "left_out"}
@@ -46,11 +45,6 @@ class Windows:
     """What was cut: documents `split`, `truncated` or `left_out`, tokens `dropped`, pieces without a target (`blank`);
     and how many places the `longest` document needs."""
     pad: int = 0
-
-    @property
-    def kind(self) -> str:
-        """What the rows of the documents have."""
-        return self.documents.kind
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -79,28 +73,6 @@ class Windows:
             at += length
         positions[at:] = np.arange(self.seq - at)
         return tokens, targets, positions
-
-
-class JoinedWindows:
-    """The windows of several sources, one source after the other."""
-
-    def __init__(self, parts: Sequence[Windows]) -> None:
-        self.parts = parts
-        self._ends = np.cumsum([len(part) for part in parts])
-        self.counts = np.concatenate([part.counts for part in parts])
-
-    @property
-    def kind(self) -> str:
-        return "+".join(dict.fromkeys(part.kind for part in self.parts))
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def window(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (tokens, targets, positions) of a window, as `Windows.window` does."""
-        at = int(np.searchsorted(self._ends, index, side="right"))
-        part = self.parts[at]
-        return part.window(index - (int(self._ends[at]) - len(part)))
 
 
 def cache_key(tokens: str, documents: Documents, seq: int, pack: bool, long: str, seed: int) -> str:

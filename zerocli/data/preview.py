@@ -7,8 +7,8 @@ import os
 
 from zerocli.config import Config, hub
 from zerocli.config.file import read_values
-from zerocli.data.encoder import BYTES, find_tokenizer, open_encoder, refuse_vocabulary
-from zerocli.data.files import DOCUMENTS, TOKENS, TextCheck, find_files, unreadable
+from zerocli.data.encoder import BYTES, find_tokenizer, open_encoder
+from zerocli.data.files import DOCUMENTS, TOKENS, TextCheck, find_files, readable
 from zerocli.errors import UserError
 
 HEAD_NBYTES = 2**16
@@ -55,9 +55,9 @@ def refuse_data(config: Config) -> None:
 
 def _refuse(config: Config) -> None:
     path = config.data.path
-    try:
+    with readable(path):
         if config.data.mix or (path and has_documents(config)):
-            from zerocli.data.caching import ALONE
+            from zerocli.data.cache import ALONE
             from zerocli.data.sources import open_batches
 
             open_batches(config, check=False, node=ALONE)
@@ -70,12 +70,9 @@ def _refuse(config: Config) -> None:
             return
         tokenizer, _ = find_tokenizer(config.data.tokenizer, config.model.folder)
         if tokenizer != BYTES:
-            encoder = open_encoder(tokenizer)
-            refuse_vocabulary(encoder.name, encoder.size, known_vocab(config))
+            open_encoder(tokenizer, known_vocab(config))
         if path and not files:
             raise UserError(f"{path}: there is no data in it", hint="--data PATH")
         for file in files:
             with open(file, "rb") as opened:
                 TextCheck(str(file)).decode(opened.read(HEAD_NBYTES))
-    except OSError as error:
-        raise unreadable(error, path) from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerocli.data.files import JSON_SUFFIXES, TextCheck, unreadable
+from zerocli.data.files import JSON_SUFFIXES, TextCheck, readable
 from zerocli.data.rows import make_row
 from zerocli.data.tables import read_json
 from zerocli.errors import UserError
@@ -36,10 +36,8 @@ def read_prompts(prompt: str | None, path: str | None) -> list[Prompt]:
         return [Prompt("the prompt", prompt)]
     if not os.path.isfile(path):
         raise UserError(f"{path}: no such file", hint="--prompts with a file of one prompt per line")
-    try:
+    with readable(path):
         found = _json(Path(path)) if path.lower().endswith(JSON_SUFFIXES) else _lines(Path(path))
-    except OSError as error:
-        raise unreadable(error, path) from None
     if not found:
         raise UserError(f"{path}: has no prompts", hint="one prompt per line")
     return found

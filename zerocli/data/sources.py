@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerocli.config import Config
 from zerocli.data import documents, packing
 from zerocli.data.batches import Batches, DocumentBatches, steps_of_epochs
-from zerocli.data.caching import Node, this_node
-from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder, refuse_vocabulary
-from zerocli.data.files import DOCUMENTS, TOKENS, find_files, unreadable
+from zerocli.data.cache import Node, this_node
+from zerocli.data.encoder import BYTES, Encoder, find_tokenizer, open_encoder
+from zerocli.data.files import DOCUMENTS, TOKENS, find_files, readable
 from zerocli.data.held_out import split_share, training_part
 from zerocli.data.preview import has_documents, known_vocab, split_weight
 from zerocli.data.tokens import open_source
@@ -37,15 +37,6 @@ def with_packing(config: Config) -> tuple[Config, str]:
     return config.with_values({"data.pack": False}), line
 
 
-class Opened(NamedTuple):
-    """The documents of one file or folder, in windows: those to train on, and those held out."""
-
-    trained: DocumentBatches
-    held: DocumentBatches | None
-    lines: list[str]
-    notes: list[str]
-
-
 def open_batches(config: Config, check: bool = True, node: Node | None = None) -> Batches:
     """Return the batches of a run; raise UserError if its data cannot be used. Collective where it is tokenised.
 
@@ -53,21 +44,15 @@ def open_batches(config: Config, check: bool = True, node: Node | None = None) -
     which rank tokenises; None: the first rank of each node.
     """
     data, train = config.data, config.train
-    if data.mix:
-        return _open_mix(config, node or this_node())
-    vocab = known_vocab(config)
-    try:
-        form, files = find_files(data.path) if data.path else ("text", [])
-    except OSError as error:
-        raise unreadable(error, data.path) from None
     node = node or this_node()
+    if data.mix:
+        return _open_mix(config, node)
+    with readable(data.path):
+        form, files = find_files(data.path) if data.path else ("text", [])
     if form in DOCUMENTS:
-        opened = _open_documents(config, form, files, vocab, node)
-        opened.trained.left_out, opened.trained.lines = opened.held, opened.lines
-        opened.trained.notes = opened.notes
-        return opened.trained
+        return _open_documents(config, form, files, node)
     tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
-    source = open_source(data.path, tokenizer, data.dtype, vocab, train.seq, check, data.cache, node)
+    source = open_source(data.path, tokenizer, data.dtype, known_vocab(config), train.seq, check, data.cache, node)
     source = training_part(source, config)  # what is held out for evaluation is never trained on
     batches = Batches(source, train.batch, train.seq, train.accumulate, train.seed)
     described = "token ids" if form in TOKENS else "text"
@@ -82,26 +67,24 @@ def _open_mix(config: Config, node: Node) -> Batches:
     train, opened, takes = config.train, [], []
     for path, weight in map(split_weight, config.data.mix):
         alone = config.with_values({"data.path": path, "data.mix": ()})
-        try:
+        with readable(path):
             form, files = find_files(path)
-        except OSError as error:
-            raise unreadable(error, path) from None
         if form not in DOCUMENTS:
             raise UserError(
                 f"{path}: is {form}, and several files are mixed only if all are documents (.jsonl, .csv, .parquet)",
                 hint='one --data, or rows of text: {"text": ...}',
             )
-        found = _open_documents(alone, form, files, known_vocab(config), node)
-        takes.append(max(1, round(weight * found.trained.num_windows)))
+        found = _open_documents(alone, form, files, node)
+        takes.append(max(1, round(weight * found.num_windows)))
         times = f"{takes[-1]:,} windows per epoch (weight {weight:g})"
         found.lines.append(f"data: {path}: {times}")
         opened.append(found)
     shape = (train.batch, train.seq, train.accumulate, train.seed)
-    windows = packing.JoinedWindows([each.trained.single for each in opened])
+    windows = [each.parts[0] for each in opened]
     batches = DocumentBatches(windows, *shape, positions=config.data.pack, takes=takes)
-    held = [each.held.single for each in opened if each.held is not None]
+    held = [each.left_out.parts[0] for each in opened if each.left_out is not None]
     if held:
-        batches.left_out = DocumentBatches(packing.JoinedWindows(held), *shape, positions=config.data.pack)
+        batches.left_out = DocumentBatches(held, *shape, positions=config.data.pack)
     batches.lines = list(dict.fromkeys(line for each in opened for line in each.lines))
     batches.notes = [note for each in opened for note in each.notes]
     return batches
@@ -113,22 +96,21 @@ def reading_of(config: Config) -> documents.Reading:
     return documents.Reading("none" if config.train.on_inputs else data.mask, data.columns, data.system)
 
 
-def _open_documents(config: Config, form: str, files: list[Path], vocab: int, node: Node) -> Opened:
+def _open_documents(config: Config, form: str, files: list[Path], node: Node) -> DocumentBatches:
+    """Return the documents of one file or folder in windows, with those that are held out."""
     data = config.data
     tokenizer, reason = find_tokenizer(data.tokenizer, config.model.folder)
-    encoder = open_encoder(tokenizer)
-    refuse_vocabulary(encoder.name, encoder.size, vocab)
-    try:
+    encoder = open_encoder(tokenizer, known_vocab(config))
+    with readable(data.path):
         name = cache_name(config, form, files, encoder)
         found = tokenised(config, form, files, encoder, name, node)
         trained, held = split_documents(found, split_share(config), data.path)
         batches = _pack(config, trained, name, encoder, node)
-        left_out = _pack(config, held, name, encoder, node) if len(held) else None
-    except OSError as error:
-        raise unreadable(error, data.path) from None
+        batches.left_out = _pack(config, held, name, encoder, node) if len(held) else None
     end = "none" if encoder.eos is None else f"id {encoder.eos}"
     said = f"tokenizer: {tokenizer} ({reason}); end of a document: {end}"
-    return Opened(batches, left_out, *_describe(config, form, trained, batches.single, said))
+    batches.lines, batches.notes = _describe(config, form, trained, batches.parts[0], said)
+    return batches
 
 
 def cache_name(config: Config, form: str, files: list[Path], encoder: Encoder) -> str:
@@ -275,19 +257,16 @@ def refuse_without_positions(config: Config, positions: bool, model: Any) -> Non
 def check_data(config: Config) -> list[str]:
     """Return what a dry run says about the data: it reads a first part, tokenises that and writes nothing."""
     data = config.data
-    try:
+    with readable(data.path):
         form, files = find_files(data.path) if data.path else ("text", [])
         tokenizer, reason = (BYTES, "") if form in TOKENS else find_tokenizer(data.tokenizer, config.model.folder)
         if data.mix or (form not in DOCUMENTS and tokenizer == BYTES):
             return open_batches(config).lines
-        encoder = open_encoder(tokenizer)
-        refuse_vocabulary(encoder.name, encoder.size, known_vocab(config))
+        encoder = open_encoder(tokenizer, known_vocab(config))
         lines = [f"data: {data.path or LIBRARY} ({form}), not tokenised", f"tokenizer: {tokenizer} ({reason})"]
         if form in DOCUMENTS:
             kind, number = documents.try_first(form, files, encoder, reading_of(config))
             if not kind:
                 raise UserError(f"{data.path}: there is no data in it", hint="--data PATH")
             lines.append(f"data: rows of {kind}; the first {number} were tokenised")
-    except OSError as error:
-        raise unreadable(error, data.path) from None
     return lines

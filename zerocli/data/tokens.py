@@ -1,5 +1,8 @@
 """One flat sequence of token ids: text, folders of text, .bin and .npy files."""
 
+from __future__ import annotations
+
+import contextlib
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,16 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerocli.data import stream
-from zerocli.data.caching import ALONE, Node
-from zerocli.data.encoder import BYTES, FileEncoder, refuse_vocabulary
-from zerocli.data.files import TextCheck, find_files, unreadable
+from zerocli.data import cache
+from zerocli.data.cache import ALONE, Node
+from zerocli.data.encoder import BYTES, open_encoder
+from zerocli.data.files import TextCheck, find_files, readable, text_pieces
 from zerocli.errors import UserError
 from zerocli.ranks.startup import STARTUP
 
 MAPPED_NBYTES = 16 * 2**20  # only files of this size or more are mapped: each mapping holds a file open
 LIBRARY_NBYTES = 8 * 2**20
 LIBRARY_PACKAGES = ("asyncio", "collections", "concurrent", "email", "http", "json", "logging", "unittest", "xml")
+VERSION = 1
+"""Counts changes of what a cache file of text holds."""
 CHECKED_NUMEL = 2_000_000_000
 CHUNK_NUMEL = 4 * 2**20
 
@@ -37,28 +42,30 @@ class TokenSource:
     With a `vocab` above 0, `slice` refuses ids outside 0..vocab-1 and names the file and the element.
     """
 
-    def __init__(self, parts: Sequence[Part], vocab: int = 0):
+    def __init__(self, parts: Sequence[Part], vocab: int = 0, start: int = 0, stop: int | None = None):
+        """The tokens start..stop-1 of these parts; by default all."""
         self.parts = [part for part in parts if len(part.ids)]
         self.vocab = vocab
         # ends[k] is the number of tokens up to and including part k.
         self._ends = np.cumsum([len(part.ids) for part in self.parts], dtype=np.int64)
-        self._max_id: int | None = None
+        self._start, self._stop = start, int(self._ends[-1] if self.parts else 0) if stop is None else stop
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.parts else 0
+        return self._stop - self._start
 
-    @property
-    def max_id(self) -> int:
-        """The largest id; the first access reads all tokens."""
-        if self._max_id is None:
-            self._max_id = max((int(chunk.max()) for part in self.parts for _, chunk in _chunks(part)), default=-1)
-        return self._max_id
+    def part(self, start: int, stop: int) -> TokenSource:
+        """Return tokens start..stop-1 as a source of their own."""
+        return TokenSource(self.parts, self.vocab, self._start + start, self._start + stop)
+
+    def rest(self) -> TokenSource:
+        """Return the tokens of the parts that follow this source's last."""
+        return TokenSource(self.parts, self.vocab, self._stop)
 
     def slice(self, start: int, length: int) -> np.ndarray:
         """Return a copy of tokens start..start+length-1 as int64."""
         if not 0 <= start <= start + length <= len(self):
             raise IndexError(f"tokens {start}..{start + length} of a source of {len(self)}")
-        taken = []
+        taken, start = [], start + self._start
         index = int(np.searchsorted(self._ends, start, side="right"))
         while length:
             part = self.parts[index]
@@ -70,13 +77,9 @@ class TokenSource:
         return np.concatenate(taken) if taken else np.zeros(0, np.int64)
 
     def check(self) -> None:
-        """Raise UserError if any of the first `CHECKED_NUMEL` tokens is outside the vocabulary."""
-        left = CHECKED_NUMEL
-        for part in self.parts:
-            for first, ids in _chunks(part, left):
-                self._check(part.name, first, ids)
-                STARTUP.move()
-            left -= min(left, len(part.ids))
+        """Raise UserError if any of the parts' first `CHECKED_NUMEL` tokens is outside the vocabulary."""
+        for part, first, ids in _chunks(self.parts):
+            self._check(part.name, first, ids)
 
     def _check(self, name: str, first: int, ids: np.ndarray) -> None:
         if not self.vocab or (int(ids.max()) < self.vocab and int(ids.min()) >= 0):
@@ -94,10 +97,15 @@ class TokenSource:
         )
 
 
-def _chunks(part: Part, limit: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-    numel = len(part.ids) if limit is None else min(limit, len(part.ids))
-    for first in range(0, numel, CHUNK_NUMEL):
-        yield first, part.ids[first : min(first + CHUNK_NUMEL, numel)]
+def _chunks(parts: Sequence[Part]) -> Iterator[tuple[Part, int, np.ndarray]]:
+    """Yield (part, first element, ids) of the first `CHECKED_NUMEL` tokens of these parts."""
+    left = CHECKED_NUMEL
+    for part in parts:
+        numel = min(left, len(part.ids))
+        for first in range(0, numel, CHUNK_NUMEL):
+            yield part, first, part.ids[first : min(first + CHUNK_NUMEL, numel)]
+            STARTUP.move()
+        left -= numel
 
 
 def open_source(
@@ -107,21 +115,18 @@ def open_source(
     vocab: int = 0,
     seq: int = 1,
     check: bool = True,
-    cache: str = "",
+    folder: str = "",
     node: Node = ALONE,
 ) -> TokenSource:
     """Return the tokens at `path` (empty: Python's standard library); raise UserError if they cannot be used.
 
     There must be at least seq + 1 tokens. With `check`, ids are compared with `vocab`, and bytes with UTF-8, now; one
     rank per node is enough for that, as `slice` checks what it returns anyway. What a tokenizer made is cached in the
-    folder `cache`; `node` says which rank of a node tokenises.
+    cache `folder`; `node` says which rank of a node tokenises.
     """
     shown = path or "Python's standard library"
-    try:
-        parts = _parts(path, tokenizer, dtype, vocab, check, cache, node)
-        source = TokenSource(parts, vocab)
-    except OSError as error:
-        raise unreadable(error, shown) from None
+    with readable(shown):
+        source = TokenSource(_parts(path, tokenizer, dtype, vocab, check, folder, node), vocab)
     if len(source) == 0:
         raise UserError(f"{shown}: there is no data in it", hint="--data PATH")
     if len(source) < seq + 1:
@@ -132,7 +137,7 @@ def open_source(
     return source
 
 
-def _parts(path: str, tokenizer: str, dtype: str, vocab: int, check: bool, cache: str, node: Node) -> list[Part]:
+def _parts(path: str, tokenizer: str, dtype: str, vocab: int, check: bool, folder: str, node: Node) -> list[Part]:
     form, files = find_files(path) if path else ("text", library())
     if form == ".bin":
         return [_read_bin(file, dtype or "uint16") for file in files]
@@ -140,22 +145,31 @@ def _parts(path: str, tokenizer: str, dtype: str, vocab: int, check: bool, cache
         return [_read_npy(file) for file in files]
     assert form == "text", "rows of documents are no stream"
     if tokenizer != BYTES:
-        return _tokenised(path, files, tokenizer, vocab, cache, node)
+        return _tokenised(path, files, tokenizer, vocab, folder, node)
     texts = [_read_bytes(file) for file in files]
     if check and path:
         refuse_binary(texts)
     return texts
 
 
-def _tokenised(path: str, files: list[Path], tokenizer: str, vocab: int, cache: str, node: Node) -> list[Part]:
-    encoder = FileEncoder(tokenizer)
-    refuse_vocabulary(encoder.name, encoder.size, vocab)
+def _tokenised(path: str, files: list[Path], tokenizer: str, vocab: int, folder: str, node: Node) -> list[Part]:
+    """Return text as one stream of tokens, which is tokenised once, into a cache file."""
+    encoder = open_encoder(tokenizer, vocab)
 
     def write(folder: Path, target: Path) -> None:
-        with node.progress(f"tokenising {path or 'text'}", sum(file.stat().st_size for file in files)) as moved:
-            stream.write_stream(folder, target, [_read_bytes(file) for file in files], encoder, moved)
+        writer = cache.Writer(folder, {"ids": encoder.dtype, "ends": np.int64})
+        nbytes = sum(file.stat().st_size for file in files)
+        with contextlib.closing(writer), node.progress(f"tokenising {path or 'text'}", nbytes) as moved:
+            for file in files:
+                for piece in text_pieces(*_read_bytes(file)):  # about a MiB at a time
+                    writer.add("ids", encoder.encode([piece], places=False)[0].ids)
+                    moved(len(piece))
+                    STARTUP.move()
+                writer.add("ends", [writer.numels["ids"]])
+            writer.finish(target, {})
 
-    reader = node.cached(path, cache, stream.cache_name(path, files, encoder), write)
+    key = cache.fingerprint(VERSION, "text", cache.identity(files), encoder.identity)
+    reader = node.cached(path, folder, f"{Path(path).name or 'library'}-{key}.tokens", write)
     ends = [0, *reader["ends"].tolist()]
     return [
         Part(str(file), reader["ids"][ends[k] : ends[k + 1]]) for k, file in enumerate(files) if ends[k + 1] > ends[k]
@@ -164,13 +178,10 @@ def _tokenised(path: str, files: list[Path], tokenizer: str, vocab: int, cache: 
 
 def refuse_binary(texts: Sequence[Part]) -> None:
     """Raise UserError at the first NUL byte, or byte that is not UTF-8, of the first `CHECKED_NUMEL`."""
-    left = CHECKED_NUMEL
-    for text in texts:
-        checked = TextCheck(text.name)
-        for first, data in _chunks(text, left):
-            checked.decode(data.tobytes(), first + len(data) == len(text.ids))
-            STARTUP.move()
-        left -= min(left, len(text.ids))
+    for text, first, data in _chunks(texts):
+        if first == 0:
+            checked = TextCheck(text.name)
+        checked.decode(data.tobytes(), first + len(data) == len(text.ids))
 
 
 def library() -> list[Path]:

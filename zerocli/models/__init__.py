@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from zerocli import config
+from zerocli.config import ModelConfig
 from zerocli.models.gpt2 import GPT2
 from zerocli.models.llama import Llama
 from zerocli.models.loss import linear_cross_entropy
-from zerocli.models.parts import Decoder, ModelConfig
+from zerocli.models.parts import Decoder
 
-__all__ = ["FAMILIES", "Decoder", "ModelConfig", "build", "build_model", "linear_cross_entropy"]
+__all__ = ["FAMILIES", "Decoder", "build", "build_model", "linear_cross_entropy"]
 
 FAMILIES: dict[str, type[GPT2] | type[Llama]] = {"gpt2": GPT2, "llama": Llama}
 
 
-def build_model(model: config.ModelConfig, seq: int, device: str | torch.device = "cpu") -> nn.Module:
+def build_model(model: ModelConfig, seq: int, device: str | torch.device = "cpu") -> nn.Module:
     """Return the model of a config's `model` section, built by our own code or by that of transformers."""
     if model.code == "transformers":
         from zerocli.models import transformers_model
@@ -25,9 +25,8 @@ def build_model(model: config.ModelConfig, seq: int, device: str | torch.device 
     return build(model, seq, device)
 
 
-def build(model_config: ModelConfig, seq: int, device: str | torch.device = "cpu") -> Decoder:
+def build(config: ModelConfig, seq: int, device: str | torch.device = "cpu") -> Decoder:
     """Return the model for sequences of up to `seq` tokens, initialised; on the meta device it takes no memory."""
-    config = model_config
     if config.family not in FAMILIES:
         raise ValueError(f"model.family is {config.family!r}: choose one of {', '.join(FAMILIES)}")
     size = config.head_dim or config.hidden // config.heads

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+from zerocli.config import ModelConfig
+from zerocli.models.parts import Block, Decoder, Embedding, Head, Linear, attend, residual_std
 
 if TYPE_CHECKING:
     from zerocli.engine.tensor_parallel import TensorParallel
@@ -23,18 +24,15 @@ class GPT2(Decoder):
     def __init__(self, config: ModelConfig, seq: int) -> None:
         seq = max(seq, config.positions)
         embed = Embed(config, seq)
-        blocks: list[nn.Module] = [Block(config) for _ in range(config.layers)]
+        blocks = [Block(_norm(config), Attention(config), _norm(config), MLP(config)) for _ in range(config.layers)]
         tied = embed.tokens.weight if config.tie else None
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
 
     def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
         """Return how the model is split over ranks: by heads, by the MLP's width, by tokens of the vocabulary."""
-        from zerocli.models.parallel import Column, Row, split_attention, split_vocabulary
+        from zerocli.models.parallel import Column, split_decoder
 
-        block: Any = self.blocks[0]
-        mlp: dict[str, Split] = {"blocks.*.mlp.up": Column(tp), "blocks.*.mlp.down": Row(tp)}
-        vocabulary = split_vocabulary("embed.tokens", self.head.weight.shape[0], tp)
-        return vocabulary | split_attention(block.attention, tp) | mlp
+        return split_decoder(self, "embed.tokens", {"blocks.*.mlp.up": Column(tp)}, tp)
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         x: Tensor = self.embed(tokens) if positions is None else self.embed(tokens, positions)
@@ -55,22 +53,6 @@ class Embed(nn.Module):
         places = table[: tokens.shape[1]] if positions is None else F.embedding(positions, table)
         x = self.tokens(tokens) + places
         return _dropout(x, self.dropout, self.training)
-
-
-class Block(nn.Module):
-    """One layer: attention and MLP, each added to the residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm1 = _norm(config)
-        self.attention = Attention(config)
-        self.norm2 = _norm(config)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.norm1(x), mask, cache)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
 
 
 class Attention(nn.Module):

@@ -49,8 +49,9 @@ def type_of(model: ModelConfig) -> str:
     everywhere = windowed and len(parse_ranges(model.window_layers)) in (0, model.layers)
     biased = model.qkv_bias or model.out_bias
     plain = not model.qk_norm and not windowed
+    divides = model.hidden % model.heads == 0  # transformers' Llama demands it even of heads of another size
     fits = {
-        "llama": plain and model.qkv_bias == model.out_bias and _divides(model),
+        "llama": plain and model.qkv_bias == model.out_bias and divides,
         "mistral": not biased and not model.mlp_bias and not model.qk_norm and (everywhere or not windowed),
         "qwen2": model.qkv_bias and not model.out_bias and not model.mlp_bias and not model.qk_norm,
         "qwen3": model.qk_norm and model.qkv_bias == model.out_bias and not model.mlp_bias,
@@ -58,11 +59,6 @@ def type_of(model: ModelConfig) -> str:
     if fits.get(model.type):
         return model.type
     return next((name for name, fit in fits.items() if fit), "")
-
-
-def _divides(model: ModelConfig) -> bool:
-    """Whether heads divide the hidden size, which transformers' Llama demands even of heads of another size."""
-    return model.hidden % model.heads == 0
 
 
 def mappings(model: ModelConfig) -> Iterator[Mapping]:

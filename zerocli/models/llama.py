@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerocli.config import ModelConfig
 from zerocli.layout.ranges import parse_ranges
 from zerocli.models.fused import rotate, swiglu
-from zerocli.models.parts import Decoder, Embedding, Head, Linear, ModelConfig, attend, residual_std
+from zerocli.models.parts import Block, Decoder, Embedding, Head, Linear, attend, residual_std
 from zerocli.models.rope import frequencies
 
 if TYPE_CHECKING:
@@ -33,19 +34,18 @@ class Llama(Decoder):
         rotary = Rotary(seq, head_dim, config.rope_theta, config.rope_scaling)
         windowed = parse_ranges(config.window_layers) or range(config.layers)
         windows = [config.window if at in windowed else 0 for at in range(config.layers)]
-        blocks: list[nn.Module] = [Block(config, rotary, window) for window in windows]
+        blocks = [
+            Block(_norm(config), Attention(config, rotary), _norm(config), MLP(config), window) for window in windows
+        ]
         tied = embed.weight if config.tie else None
         super().__init__(embed, blocks, Head(_norm(config), config.hidden, config.vocab, tied), seq)
 
     def tensor_parallel_plan(self, tp: TensorParallel) -> dict[str, Split]:
         """Return how the model is split over ranks: by heads, by the MLP's width, by tokens of the vocabulary."""
-        from zerocli.models.parallel import Column, Row, split_attention, split_vocabulary
+        from zerocli.models.parallel import Column, split_decoder
 
-        block: Any = self.blocks[0]
-        width = block.mlp.down.in_features
-        mlp: dict[str, Split] = {"blocks.*.mlp.gate_up": Column(tp, width, width), "blocks.*.mlp.down": Row(tp)}
-        vocabulary = split_vocabulary("embed", self.head.weight.shape[0], tp)
-        return vocabulary | split_attention(block.attention, tp) | mlp
+        width: int = self.blocks[0].mlp.down.in_features  # type: ignore[union-attr, assignment]
+        return split_decoder(self, "embed", {"blocks.*.mlp.gate_up": Column(tp, width, width)}, tp)
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the rows of the rotary tables at these positions, (batch, seq, 1, head_dim) each."""
@@ -95,25 +95,6 @@ class Rotary(nn.Module):
             seq = x.shape[1]
             cos, sin = self.cos[:seq], self.sin[:seq]
         return rotate(x, cos, sin)
-
-
-class Block(nn.Module):
-    """One layer: attention and MLP, each added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, rotary: Rotary, window: int = 0) -> None:
-        super().__init__()
-        self.window = window
-        """Tokens that a token attends to; 0: all before it. The decoder makes the mask."""
-        self.norm1 = _norm(config)
-        self.attention = Attention(config, rotary)
-        self.norm2 = _norm(config)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, *shared: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        """Return the layer's output; `shared` is a mask, and with positions the rotary tables of the tokens."""
-        x = x + self.attention(self.norm1(x), *shared, cache=cache)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
 
 
 class Attention(nn.Module):

@@ -205,7 +205,7 @@ def _no_target(
     )
 
 
-def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | None = None) -> set[str]:
+def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs) -> set[str]:
     """Return the parameters of the modules that are trained whole beside adapters; UserError if one is not there."""
     found: set[str] = set()
     first = {each: name for name, others in tied_names(model).items() for each in others}
@@ -213,12 +213,12 @@ def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | Non
         here = {
             first.get(name, name)
             for name, _ in model.named_parameters(remove_duplicate=False)
-            for module in ((theirs or {}).get(name.rpartition(".")[0], ()) or (name.rpartition(".")[0],))
+            for module in (theirs.get(name.rpartition(".")[0], ()) or (name.rpartition(".")[0],))
             if re.search(rf"{re.escape(wanted)}(\.|$)", module)  # the end of a module's name, as in peft
         }
         if not here:
             paths = [path for path, module in model.named_modules() if next(module.parameters(), None) is not None]
-            names = (name for path in paths for name in (theirs or {}).get(path, (path,)))
+            names = (name for path in paths for name in theirs.get(path, (path,)))
             known = dict.fromkeys(part for name in names for part in name.split(".")[-1:] if part)
             shown = [name for name in known if not name.isdigit()]
             raise UserError(
@@ -226,7 +226,7 @@ def trained_whole(model: nn.Module, modules: Sequence[str], theirs: Theirs | Non
                 hint=f"--set lora.save_modules={closest(wanted, shown) or 'lm_head'}",
             )
         for layer in sorted({name.rpartition(".")[0] for name in here}):
-            if len(parts := (theirs or {}).get(layer, ())) > 1:
+            if len(parts := theirs.get(layer, ())) > 1:
                 ends = [part.rpartition(".")[2] for part in parts]
                 raise UserError(
                     f"lora.save_modules: {wanted}: {', '.join(ends)} are one matrix here, which is not saved in parts",

@@ -24,7 +24,8 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -35,21 +36,26 @@ from zerocli.engine.units.odd_widths import project_, project_back_, row_parts
 from zerocli.layout.constants import chunk_tokens, padded_vocab
 from zerocli.models.fused import kernels_for
 
+if TYPE_CHECKING:
+    from zerocli.engine.tensor_parallel import TensorParallel
+
 P = ParamSpec("P")
 
 IGNORED = -100
 """A target of this (negative) value is ignored in the loss."""
 
 
-class Part(Protocol):
-    """A range of the vocabulary that begins with token `first`, and the exchange with the other ranks."""
+@dataclass(frozen=True)
+class Part:
+    """A rank's range of the vocabulary, which begins with token `first`; the others have the rest."""
 
+    tp: TensorParallel
     first: int
-    last: bool
-    """Whether it is the last range: a target beyond the vocabulary is an error there."""
 
-    def max_(self, tensor: Tensor) -> Tensor: ...
-    def sum_(self, tensor: Tensor) -> Tensor: ...
+    @property
+    def last(self) -> bool:
+        """Whether it is the last range: a target beyond the vocabulary is an error there."""
+        return self.tp.rank == self.tp.world - 1
 
 
 _chunks_of = ""
@@ -142,7 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_matmul_(total, columns.t(), x[rows])
 
         if part is not None and grad_x is not None:
-            part.sum_(grad_x)
+            part.tp.sum_(grad_x)
         ctx.save_for_backward(grad_x, grad_weight, num_targets)
         ctx.weight_dtype = weight.dtype
         return losses.sum() / num_targets
@@ -176,12 +182,12 @@ def _softmax_loss_(padded: Tensor, vocab: int, targets: Tensor, needs_grad: bool
 
     highest = padded.amax(-1, keepdim=True).float()
     if part is not None:
-        part.max_(highest)
+        part.tp.max_(highest)
     shifted = padded.sub_(highest) if padded.dtype == torch.float32 else torch.sub(padded, highest)
     of_target = shifted.gather(1, indices)
     total = shifted.exp_().sum(-1, keepdim=True)
     if part is not None and mine is not None:
-        both = part.sum_(torch.cat((total, of_target.where(mine, 0)), 1))
+        both = part.tp.sum_(torch.cat((total, of_target.where(mine, 0)), 1))
         total, of_target = both[:, :1], both[:, 1:]
     if needs_grad:
         torch.mul(shifted, mask / total, out=padded)

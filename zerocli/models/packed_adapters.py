@@ -6,7 +6,7 @@ as with peft.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,30 +33,6 @@ def module_in_peft(path: str, part: str) -> str:
     return path + ".base_layer" * int(part.partition(_WRAPPERS)[2])
 
 
-class PackedAdapters(Adapters):
-    """The adapters of the packed tensors of one module; those of all matrices of a tensor are one, as in peft."""
-
-    def __init__(self, widths: Mapping[str, int], transposed: bool) -> None:
-        super().__init__(widths, dropout=0.0)
-        self.transposed = transposed
-        """Whether the matrices are (inputs, outputs)."""
-
-    def replace(self, module: nn.Module) -> None:
-        """Let a module read its packed tensors with what the adapters add."""
-        self.ran = True
-        for part in self.widths:
-            adapter: Any = getattr(self, part)
-            name = tensor_of(part)
-            packed: Any = module._parameters[name]
-            # An attribute of the instance comes before its parameters, which stay registered.
-            module.__dict__[name] = add_packed(packed, adapter.a, adapter.b, adapter.factor, self.transposed)
-
-    def restore(self, module: nn.Module) -> None:
-        """Let a module read its own tensors again."""
-        for part in self.widths:
-            module.__dict__.pop(tensor_of(part), None)
-
-
 def add_packed(packed: Tensor, a: Tensor, b: Tensor, factor: float, transposed: bool) -> Tensor:
     """Return packed matrices with what their adapters add.
 
@@ -74,13 +50,18 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def _replace(module: Any, args: Any) -> None:
-    """Add to the packed tensors of a module; a forward pre-hook."""
-    module.lora.replace(module)
+    """Let a module read its packed tensors with what the adapters add; a forward pre-hook."""
+    module.lora.ran = True
+    for part, adapter in module.lora.named_children():
+        name = tensor_of(part)
+        made = add_packed(module._parameters[name], adapter.a, adapter.b, adapter.factor, is_transposed(module))
+        module.__dict__[name] = made  # an attribute of the instance comes before its parameters, which stay registered
 
 
 def _restore(module: Any, args: Any, output: Any) -> None:
-    """Undo `_replace`; a forward hook that is called after an exception too."""
-    module.lora.restore(module)
+    """Let a module read its own tensors again; a forward hook that is called after an exception too."""
+    for part in module.lora.widths:
+        module.__dict__.pop(tensor_of(part), None)
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -114,19 +95,16 @@ def refuse_tensors(module: nn.Module, path: str, names: list[str], asked: LoraCo
 
 
 def give_to_tensors(module: nn.Module, path: str, names: list[str], asked: LoraConfig) -> None:
-    """Give these packed tensors of a module adapters."""
-    transposed, found = is_transposed(module), {}
+    """Give these packed tensors of a module adapters; those of all matrices of a tensor are one, as in peft."""
+    adapters = Adapters({}, dropout=0.0)
     for at, name in enumerate(names):
         packed = module.get_parameter(name)
-        count, outputs, inputs = (packed.mT if transposed else packed).shape
+        count, outputs, inputs = (packed.mT if is_transposed(module) else packed).shape
         like = {"dtype": torch.float32 if asked.dtype == "fp32" else packed.dtype, "device": packed.device}
         part = f"{name}{_WRAPPERS}{len(names) - 1 - at}"
         known = count * rank_of(asked, f"{path}.{name}"), factor_of(asked, f"{path}.{name}")
-        found[part] = outputs, Adapter(inputs, outputs, *known, like)
-    widths = {part: outputs for part, (outputs, _) in found.items()}
-    adapters = PackedAdapters(widths, transposed)
-    for part, (_, adapter) in found.items():
-        adapters.add_module(part, adapter)
+        adapters.widths[part] = outputs
+        adapters.add_module(part, Adapter(inputs, outputs, *known, like))
     module.lora = adapters
     module.register_forward_pre_hook(_replace)
     module.register_forward_hook(_restore, always_call=True)

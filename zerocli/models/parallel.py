@@ -13,7 +13,7 @@ repeats the head's matmuls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from zerocli.engine.tensor_parallel import Cut, TensorParallel
-from zerocli.models.loss import linear_cross_entropy
+from zerocli.models.loss import Part, linear_cross_entropy
 from zerocli.models.parts import Head
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-P = ParamSpec("P")
 
 
 class Split(ParallelStyle):
@@ -50,9 +48,8 @@ class Split(ParallelStyle):
         for name, cut in cuts.items():
             whole = module._parameters[name]
             assert whole is not None
-            whole.data = cut.part(
-                whole.detach(), self.tp.rank, self.tp.world
-            )  # in place, so that a tied weight stays tied
+            # In place, so that a tied weight stays tied.
+            whole.data = cut.part(whole.detach(), self.tp.rank, self.tp.world)
         if cuts and hasattr(module, "reset_parameters"):
             module.reset_parameters = _reset_of_part(module, cuts, self.tp)  # type: ignore[assignment]
         return module
@@ -75,15 +72,10 @@ class Column(Split):
         assert isinstance(module, nn.Linear)
         return {f"width {i}": length for i, length in enumerate(self._sections or (module.out_features,), 1)}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         super()._apply(module, device_mesh)
-        assert isinstance(module, nn.Linear)
         module.out_features //= self.tp.world
-
-        def forward(x: Tensor) -> Tensor:
-            return _column(x, module.weight, module.bias, self.tp)
-
-        module.forward = forward  # type: ignore[method-assign,assignment]
+        module.forward = lambda x: _column(x, module.weight, module.bias, self.tp)
         return module
 
 
@@ -98,29 +90,28 @@ class Row(Split):
         assert isinstance(module, nn.Linear)
         return {"width": module.in_features}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         super()._apply(module, device_mesh)
-        assert isinstance(module, nn.Linear)
         module.in_features //= self.tp.world
 
         def forward(x: Tensor) -> Tensor:
             summed = _sum_out(F.linear(x, module.weight), self.tp)
             return summed if module.bias is None else summed + module.bias
 
-        module.forward = forward  # type: ignore[method-assign,assignment]
+        module.forward = forward
         return module
 
 
 class Heads(Split):
     """An attention split by heads: `heads` and `kv_heads` count this rank's, and each rank draws its own dropout."""
 
-    def extents(self, module: nn.Module) -> dict[str, int]:
-        return {"heads": int(module.heads), "kv_heads": int(module.kv_heads)}  # type: ignore[arg-type]
+    def extents(self, module: Any) -> dict[str, int]:
+        return {"heads": int(module.heads), "kv_heads": int(module.kv_heads)}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.heads = module.heads // self.tp.world  # type: ignore[assignment,operator]
-        module.kv_heads = module.kv_heads // self.tp.world  # type: ignore[assignment,operator]
-        module.masks = self.tp.own_masks  # type: ignore[assignment]
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
+        module.heads //= self.tp.world
+        module.kv_heads //= self.tp.world
+        module.masks = self.tp.own_masks
         return module
 
 
@@ -144,9 +135,8 @@ class VocabularyIn(Split):
         assert isinstance(module, nn.Embedding)
         return {"weight": Cut(tuple(module.weight.shape), 0, (module.num_embeddings,))}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
         super()._apply(module, device_mesh)
-        assert isinstance(module, nn.Embedding)
         module.num_embeddings //= self.tp.world
         first, stop = self.tp.rank * module.num_embeddings, (self.tp.rank + 1) * module.num_embeddings
         last = self.tp.rank == self.tp.world - 1
@@ -158,7 +148,7 @@ class VocabularyIn(Split):
             x = F.embedding(here.masked_fill(elsewhere, 0), module.weight)
             return _sum_out(x.masked_fill(elsewhere[..., None], 0), self.tp)
 
-        module.forward = forward  # type: ignore[method-assign,assignment]
+        module.forward = forward
         return module
 
 
@@ -177,46 +167,38 @@ class VocabularyOut(Split):
         assert isinstance(module, Head)
         if not module.is_tied:  # else the embedding's style slices and initialises it
             super()._apply(module, device_mesh)
-        part = _Part(self.tp, self.tp.rank * (self._vocab // self.tp.world))
+        part = Part(self.tp, self.tp.rank * (self._vocab // self.tp.world))
 
         def forward(x: Tensor, targets: Tensor | None = None) -> Tensor:
             x = module.norm(x)
             if targets is None:
                 return _join_out(_column(x, module.weight, None, self.tp), self.tp)
-            return _loss(x, module.weight, targets, part)
+            return linear_cross_entropy(x, module.weight, targets, part=part)
 
         module.forward = forward  # type: ignore[method-assign]
         return module
 
 
-class _Part:
-    """A rank's range of the vocabulary, for the loss."""
-
-    def __init__(self, tp: TensorParallel, first: int) -> None:
-        self.first, self.last = first, tp.rank == tp.world - 1
-        self.max_, self.sum_ = tp.max_, tp.sum_
-
-
-def split_vocabulary(embedding: str, vocab: int, tp: TensorParallel) -> dict[str, Split]:
-    """Return the plan of a decoder's embedding (of this name) and head; empty if the degree does not divide `vocab`."""
-    if vocab % tp.world:
-        return {}
-    return {embedding: VocabularyIn(tp), "head": VocabularyOut(tp, vocab)}
-
-
-def split_attention(attention: nn.Module, tp: TensorParallel) -> dict[str, Split]:
-    """Return the plan that splits the attention of all blocks, which have this shape, by heads.
+def split_decoder(model: Any, embedding: str, mlp: dict[str, Split], tp: TensorParallel) -> dict[str, Split]:
+    """Return the plan of a decoder whose embedding has this name, given how the first layer of its MLPs is split.
 
     Queries, keys and values are sections of one layer's outputs, each made of heads in order: a rank's range of query
-    heads is the one that uses its range of key and value heads.
+    heads is the one that uses its range of key and value heads. Embedding and head are replicated if the degree does
+    not divide the vocabulary.
     """
-    heads, kv_heads, size = (int(getattr(attention, name)) for name in ("heads", "kv_heads", "head_dim"))
+    attention, vocab = model.blocks[0].attention, model.head.weight.shape[0]
+    heads, kv_heads, size = attention.heads, attention.kv_heads, attention.head_dim
+    plan: dict[str, Split] = {}
+    if vocab % tp.world == 0:
+        plan = {embedding: VocabularyIn(tp), "head": VocabularyOut(tp, vocab)}
     norms = [name for name in ("q_norm", "k_norm") if getattr(attention, name, None) is not None]
-    return {f"blocks.*.attention.{name}": HeadNorm(tp) for name in norms} | {
+    plan |= {f"blocks.*.attention.{name}": HeadNorm(tp) for name in norms}
+    plan |= {
         "blocks.*.attention": Heads(tp),
         "blocks.*.attention.qkv": Column(tp, heads * size, kv_heads * size, kv_heads * size),
         "blocks.*.attention.out": Row(tp),
     }
+    return plan | mlp | {"blocks.*.mlp.down": Row(tp)}
 
 
 def _reset_of_part(module: nn.Module, cuts: dict[str, Cut], tp: TensorParallel) -> Callable[[], None]:
@@ -311,37 +293,7 @@ class _JoinOut(torch.autograd.Function):
 
 
 # A compiler would count an exchange once, when it is traced, and not each time it runs.
-
-
-def _not_compiled(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    disabled: Callable[P, Tensor] = torch.compiler.disable(function)
-    return disabled
-
-
-@_not_compiled
-def _column(x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
-    out: Tensor = _Column.apply(x, weight, bias, tp)  # type: ignore[no-untyped-call]
-    return out
-
-
-@_not_compiled
-def _sum_out(x: Tensor, tp: TensorParallel) -> Tensor:
-    out: Tensor = _SumOut.apply(x, tp)  # type: ignore[no-untyped-call]
-    return out
-
-
-@_not_compiled
-def _summed_grad(weight: Tensor, tp: TensorParallel) -> Tensor:
-    out: Tensor = _SummedGrad.apply(weight, tp)  # type: ignore[no-untyped-call]
-    return out
-
-
-@_not_compiled
-def _join_out(x: Tensor, tp: TensorParallel) -> Tensor:
-    out: Tensor = _JoinOut.apply(x, tp)  # type: ignore[no-untyped-call]
-    return out
-
-
-@_not_compiled
-def _loss(x: Tensor, weight: Tensor, targets: Tensor, part: _Part) -> Tensor:
-    return linear_cross_entropy(x, weight, targets, part=part)
+_column: Callable[[Tensor, Tensor, Tensor | None, TensorParallel], Tensor] = torch.compiler.disable(_Column.apply)
+_sum_out: Callable[[Tensor, TensorParallel], Tensor] = torch.compiler.disable(_SumOut.apply)
+_summed_grad: Callable[[Tensor, TensorParallel], Tensor] = torch.compiler.disable(_SummedGrad.apply)
+_join_out: Callable[[Tensor, TensorParallel], Tensor] = torch.compiler.disable(_JoinOut.apply)

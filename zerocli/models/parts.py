@@ -5,8 +5,7 @@ only those, in place: a unit can be materialised from the meta device and initia
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,56 +14,9 @@ from torch import Tensor, nn
 from zerocli.models.loss import linear_cross_entropy
 
 if TYPE_CHECKING:
-    from zerocli.models.cache import Cache
+    from zerocli.models.cache import Cache, LayerCache
 
 INIT_STD = 0.02
-
-
-class ModelConfig(Protocol):
-    """The fields of a config that a model reads."""
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def mlp_hidden(self) -> int: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def tie(self) -> bool: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def out_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def window_layers(self) -> str: ...
-    @property
-    def rope_scaling(self) -> Mapping[str, Any]: ...
-    @property
-    def positions(self) -> int: ...
 
 
 def residual_std(layers: int) -> float:
@@ -126,10 +78,28 @@ class Head(nn.Module):
         return linear_cross_entropy(x, self.weight, targets)
 
 
+class Block(nn.Module):
+    """One layer: attention and MLP, each added to the residual stream."""
+
+    def __init__(
+        self, norm1: nn.Module, attention: nn.Module, norm2: nn.Module, mlp: nn.Module, window: int = 0
+    ) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.norm2, self.mlp = norm1, attention, norm2, mlp
+        self.window = window
+        """Tokens that a token attends to; 0: all before it. The decoder makes the mask."""
+
+    def forward(self, x: Tensor, *shared: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        """Return the layer's output; `shared` is a mask, and with positions the rotary tables of the tokens."""
+        x = x + self.attention(self.norm1(x), *shared, cache=cache)
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
 class Decoder(nn.Module):
     """The base of both families: embedding, blocks, head."""
 
-    def __init__(self, embed: nn.Module, blocks: list[nn.Module], head: Head, seq: int) -> None:
+    def __init__(self, embed: nn.Module, blocks: list[Block], head: Head, seq: int) -> None:
         super().__init__()
         self.embed = embed
         self.blocks = nn.ModuleList(blocks)
@@ -164,7 +134,10 @@ class Decoder(nn.Module):
         """Return an empty cache for texts of up to `capacity` tokens."""
         from zerocli.models.cache import Cache
 
-        return Cache([int(getattr(block, "window", 0)) for block in self.blocks], capacity)
+        return Cache(self._windows(), capacity)
+
+    def _windows(self) -> list[int]:
+        return [int(block.window) for block in self.blocks]  # type: ignore[arg-type]
 
     def _continue(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Return the logits after the last of these tokens, which follow those in the cache; see `forward`."""
@@ -199,8 +172,7 @@ class Decoder(nn.Module):
         torch would otherwise convert it in each block and keep each copy for backward.
         """
         seq = x.shape[1]
-        windows = [int(getattr(block, "window", 0)) for block in self.blocks]
-        windows = [window if window < seq else 0 for window in windows]  # a longer one is plain causal attention
+        windows = [window if window < seq else 0 for window in self._windows()]  # longer: plain causal attention
         masks: dict[int, tuple[Tensor, ...]] = {} if positions is not None else {0: ()}
         tables = () if positions is None else self._tables(positions)
         for window in windows:

@@ -31,7 +31,6 @@ class Names:
 
     mappings: tuple[Mapping, ...]
     missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
     doubled: tuple[tuple[str, str], ...] = ()
     """Pairs of tensors in the files that are one parameter of the model: their values must be equal."""
 
@@ -40,7 +39,7 @@ def in_files(model: nn.Module, shapes: Table[str, Shape]) -> Names:
     """Return where the model's tensors are in files with these tensors; UserError for a conversion that is not read."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     with hub.offline():
-        found, unexpected = _grouped(model, state, shapes)
+        found = _grouped(model, state, shapes)
     first = {id(value): name for name, value in reversed(state.items())}
     first |= {id(value): name for name, value in model.named_parameters()}
     mappings: dict[str, Mapping] = {}
@@ -53,11 +52,14 @@ def in_files(model: nn.Module, shapes: Table[str, Shape]) -> Names:
         else:
             mappings[own] = Mapping(own, theirs, shapes=parts)
     wanted = dict.fromkeys(first[id(value)] for value in state.values())
-    missing = [name for name in wanted if name not in mappings]
-    missing = [name for name in missing if isinstance(state[name], nn.Parameter) or not _optional(model, name)]
-    ignored = _pattern(getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    left = [name for name in unexpected if not ignored(name) and not name.endswith(("inv_freq", "position_ids"))]
-    return Names(tuple(mappings[n] for n in wanted if n in mappings), tuple(missing), tuple(left), tuple(doubled))
+    optional = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    missing = [
+        name
+        for name in wanted
+        if name not in mappings
+        and (isinstance(state[name], nn.Parameter) or not any(each.search(name) for each in optional))
+    ]
+    return Names(tuple(mappings[n] for n in wanted if n in mappings), tuple(missing), tuple(doubled))
 
 
 def as_written(model: nn.Module) -> Names:
@@ -79,8 +81,8 @@ def _loading() -> Any:
         return None
 
 
-def _grouped(model: Any, state: Table[str, Any], shapes: Iterable[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Return the files' tensors that make up each of the model's, in the order of their elements, and those left."""
+def _grouped(model: Any, state: Table[str, Any], shapes: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the files' tensors that make up each of the model's, in the order of their elements."""
     loading = _loading()
     transforms: list[Any] = []
     if loading is not None:
@@ -89,19 +91,16 @@ def _grouped(model: Any, state: Table[str, Any], shapes: Iterable[str]) -> tuple
     converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     found: dict[str, dict[str | None, list[str]]] = {}
-    left = []
     for key in sorted(shapes, key=_natural):
         name, pattern = _renamed(loading, key, renamings, converters, model.base_model_prefix, state)
         if name in state:
             found.setdefault(name, {}).setdefault(pattern, []).append(key)
-        else:
-            left.append(key)
     ordered = {}
     for name, by_pattern in found.items():
         pattern = next(iter(by_pattern))
         plain = pattern is None and len(by_pattern[None]) == 1
         ordered[name] = tuple(by_pattern[None]) if plain else _in_order(name, by_pattern, of_pattern.get(pattern))
-    return ordered, left
+    return ordered
 
 
 def _renamed(
@@ -141,15 +140,6 @@ def shapes_fit(mapping: Mapping, shape: Shape) -> bool:
         return mapping.shapes[0] == shape
     inner = [each[-1:] == shape[-1:] for each in mapping.shapes]
     return all(inner) and sum(math.prod(each) for each in mapping.shapes) == math.prod(shape)
-
-
-def _optional(model: nn.Module, name: str) -> bool:
-    return bool(_pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))(name))
-
-
-def _pattern(patterns: Iterable[str] | None) -> Any:
-    found = [re.compile(each) for each in patterns or ()]
-    return lambda name: any(each.search(name) for each in found)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from zerocli.console import say
-from zerocli.data.held_out import IGNORED, HeldOut
+from zerocli.data.held_out import HeldOut
+from zerocli.data.packing import IGNORED
 from zerocli.engine.engine import Engine
 from zerocli.ranks.exchange import gather_json
 from zerocli.regular_files import lines_of, write_text

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from zerocli.checkpoint import loader
 from zerocli.checkpoint.export import candidates
 from zerocli.checkpoint.imports import load_weights
-from zerocli.checkpoint.loader import load_parameters
 from zerocli.checkpoint.manifest import Damaged, Unreadable, read
 from zerocli.checkpoint.state import Mismatch
 from zerocli.config import Config, hub
@@ -189,7 +189,7 @@ def load(engine: Engine, config: Config, weights: Weights, tell: Tell) -> None:
         load_weights(engine, config.train.init_from, config.model)
     for path in found:
         try:
-            load_parameters(engine, path)
+            loader.load(engine, path, training=False)
         except Damaged as error:
             tell(f"{path.name} skipped: {error}")
         except Unreadable as error:

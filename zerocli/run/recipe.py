@@ -210,16 +210,16 @@ def measure(config: Config) -> Lengths:
     """Return the lengths of the documents that a run trains on; tokenises them, once, as the run itself would."""
     import numpy as np
 
-    from zerocli.data.caching import ALONE
+    from zerocli.data.cache import ALONE
     from zerocli.data.encoder import find_tokenizer, open_encoder
-    from zerocli.data.files import DOCUMENTS, find_files, unreadable
+    from zerocli.data.files import DOCUMENTS, find_files, readable
     from zerocli.data.preview import split_weight
     from zerocli.data.sources import cache_name, tokenised
 
     lengths = []
     for path in [split_weight(each)[0] for each in config.data.mix] or [config.data.path]:
         alone = config.with_values({"data.path": path, "data.mix": ()})
-        try:
+        with readable(path):
             form, files = find_files(path)
             if form not in DOCUMENTS:
                 return Lengths()
@@ -228,8 +228,6 @@ def measure(config: Config) -> Lengths:
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 _await(alone, name)
             found = tokenised(alone, form, files, encoder, name, ALONE)
-        except OSError as error:
-            raise unreadable(error, path) from None
         lengths.append(np.diff(found.ends, prepend=found.begin))
     every = np.concatenate(lengths)
     return Lengths(len(every), int(every.sum()), int(np.quantile(every, 0.99, method="higher")))
@@ -270,13 +268,11 @@ def refuse_incomplete(config: Config) -> None:
             hint=f"zerocli train {folder} --data FILE (.jsonl, .parquet, text or token ids; docs/data.md)",
         )
     from zerocli.data.encoder import find_tokenizer, open_encoder
-    from zerocli.data.files import TOKENS, find_files, unreadable
+    from zerocli.data.files import TOKENS, find_files, readable
     from zerocli.data.preview import known_vocab
 
-    try:
+    with readable(config.data.path):
         form, _ = find_files(config.data.path)
-    except OSError as error:
-        raise unreadable(error, config.data.path) from None
     if form in TOKENS:
         return
     tokenizer, _ = find_tokenizer(config.data.tokenizer, config.model.folder)
