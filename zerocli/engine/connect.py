@@ -1,38 +1,19 @@
-"""Connecting: the gatherer, the reducer and the agreement between ranks, made together for the current flats."""
+"""Connecting: the channel between the ranks of an engine, and their groups."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload.mover import StagedStore
-from zerocli.engine.agreement import Agreement, Channel, Member
+from zerocli.engine.agreement import Channel, Member
 from zerocli.engine.comm import Collectives, subgroup
-from zerocli.engine.context import Context
 from zerocli.engine.events import Events
 from zerocli.engine.settings import Settings
-from zerocli.engine.streams import StreamEvent
-from zerocli.engine.units.gather import Gatherer
-from zerocli.engine.units.reduce import Reducer
-from zerocli.engine.units.unit import Flat, Unit
 from zerocli.layout.shards import check_shard_ranks
 from zerocli.ranks.startup import STARTUP
-
-if TYPE_CHECKING:
-    from zerocli.engine.engine import Engine
-
-
-class Connected(NamedTuple):
-    """What issues the collectives of the current flats."""
-
-    gatherer: Gatherer
-    reducer: Reducer
-    agreement: Agreement
 
 
 def open_channel(
@@ -76,62 +57,6 @@ def open_groups(collectives: Collectives, shard_ranks: int, events: Events) -> t
     with STARTUP.waiting("making the process groups of shards and replicas"):
         neighbours = everyone[number * shard_ranks : (number + 1) * shard_ranks]
         return axis(neighbours), axis(everyone[place::shard_ranks])
-
-
-def connect(engine: Engine, context: Context) -> Connected:
-    """Return the gatherer, the reducer and the agreement for the current flats of the engine's units."""
-    units, channel, uneven = engine.units, engine.channel, engine.settings.uneven
-    flats = [flat for unit in units for flat in unit.flats]
-    places = {id(flat): place for place, flat in enumerate(flats)}
-    gatherer = Gatherer(
-        units,
-        context,
-        engine.settings.defer_update,
-        before_gather=lambda flat, own=None, free=None: _apply_pending_updates(engine, flat, own, free),
-        look_ahead=lambda now, then: _look_ahead(engine, now, then),
-        agree=lambda flat: agreement.agree(places[id(flat)]),
-    )
-    active = channel is not None and gatherer.moves and uneven is not False
-    reducer = Reducer(
-        units,
-        context,
-        # If parameters are gathered, hooks report when a unit's backward is done; otherwise its last gradient does.
-        eager=not gatherer.moves,
-        # The collectives of several engines are launched where their ranks exchange messages, in one order.
-        together=lambda: active or (channel is not None and channel.num_slots > 1),
-        finish_meeting=channel.finish_meeting if channel is not None else lambda: None,
-        unexpected=engine.passes.join,
-    )
-
-    agreement = Agreement(engine, flats, gatherer, reducer, active)
-    return Connected(gatherer, reducer, agreement)
-
-
-def _apply_pending_updates(engine: Engine, flat: Flat, own: torch.Tensor | None, free: StreamEvent | None) -> bool:
-    """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute.
-
-    With `own`, memory for this rank's parameters that is free after an event, return whether they are written there.
-    """
-    engine.updater.run_ahead()
-    if not engine.updater.has_pending_update(flat):
-        return False
-    with engine.waits.waiting("optimizer"):
-        if own is not None and free is not None:
-            return engine.updater.issue_into(flat, own, free)
-        engine.updater.issue_updates(flat)
-    return False
-
-
-def _look_ahead(engine: Engine, now: Sequence[Unit], then: Sequence[Unit]) -> None:
-    """Tell the mover which parameters are used next: `now` in this step, `then` in the next one.
-
-    Parameters that this step or a pending update will still change are not read ahead.
-    """
-    soon = [(flat, not engine.updater.has_pending_update(flat)) for unit in now for flat in unit.flats]
-    later = [(flat, not flat.trainable) for unit in then for flat in unit.flats]
-    uses = [(f.param_store, read) for f, read in (*soon, *later) if isinstance(f.param_store, StagedStore)]
-    if uses:
-        engine.mover.expect(uses)
 
 
 def sharded_as(model: nn.Module, settings: Settings) -> tuple[int, Callable[[], str]]:

@@ -25,11 +25,10 @@ from offload.mover import Mover
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine.agreement import Member
+from zerocli.engine.agreement import Agreement, Member
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.connect import connect, open_channel, open_groups, sharded_as
-from zerocli.engine.context import Context
+from zerocli.engine.connect import open_channel, open_groups, sharded_as
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
 from zerocli.engine.grouped import Grouped, Shards
@@ -60,8 +59,10 @@ from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.units.backward import Backward
 from zerocli.engine.units.divide import recomputed_units
+from zerocli.engine.units.gather import Gatherer
 from zerocli.engine.units.hooks import Hooks
 from zerocli.engine.units.modules import outside_of_units, register_method
+from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
@@ -88,7 +89,6 @@ class Engine:
         self.passes = Backward(self, settings.accumulate)
         self.passes.gradients.deferred = settings.defer_update
         self.member = Member(type(self.model).__name__)
-        self.member.passes = self.passes
         self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))
         self._open_groups()
         self._closed = False
@@ -200,18 +200,6 @@ class Engine:
                 settings.compile_update, self.rule, held, split, dtype
             )
 
-    def _context(self) -> Context:
-        return Context(
-            self.device,
-            self.collectives,
-            self.shards,
-            self.replicas,
-            self.tensor_parallel,
-            self.waits,
-            self.events,
-            sizing=self.sizing,
-        )
-
     def _build_units(self) -> list[Unit]:
         self.builder = Builder(self)
         try:
@@ -243,7 +231,14 @@ class Engine:
 
     def connect(self) -> None:
         """Make what issues the collectives of the current flats."""
-        self.gatherer, self.reducer, self.agreement = connect(self, self._context())
+        self.gatherer = Gatherer(self)
+        self.reducer = Reducer(self)
+        self.agreement = self.gatherer.agreement = Agreement(self)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks exchange what they need before each gather."""
+        return self.channel is not None and self.gatherer.moves and self.settings.uneven is not False
 
     def open_updater(self) -> None:
         """Make what updates the states, wherever they are now."""

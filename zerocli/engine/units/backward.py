@@ -97,12 +97,11 @@ class Backward:
         by_slot = {each._engine.member.slot: each for each in _UNDER_WAY}
         for slot in range(agreement.channel.num_slots):
             if anywhere >> slot & 1 and slot not in by_slot:
-                member = agreement.channel.member(slot)
-                if member is None or member.passes is None:
+                if (other := agreement.channel.agreement(slot)) is None:
                     raise Refused("another rank's loss depends on a model whose engine is closed on this rank")
-                member.passes._begin(joining=True)
-                _UNDER_WAY.append(member.passes)
-                by_slot[slot] = member.passes
+                other.passes._begin(joining=True)
+                _UNDER_WAY.append(other.passes)
+                by_slot[slot] = other.passes
         return [by_slot[slot] for slot in sorted(by_slot)]
 
     def _tell(self, error: BaseException) -> None:

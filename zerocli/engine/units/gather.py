@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offload.mover import StagedStore
 from tiers.events import NOTHING
 from zerocli.engine.comm import Pending
-from zerocli.engine.context import Context
 from zerocli.engine.grouped import Grouped
 from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.engine.units.codecs import decode
@@ -25,6 +24,10 @@ from zerocli.errors import Refused
 from zerocli.layout.buffers import COPIES, DECODING, gather_limits, gather_name, has_copy, staged_name
 from zerocli.layout.codecs import scratch_nbytes
 
+if TYPE_CHECKING:
+    from zerocli.engine.agreement import Agreement
+    from zerocli.engine.engine import Engine
+
 
 @dataclass(eq=False)
 class GroupCopy:
@@ -33,34 +36,6 @@ class GroupCopy:
     memory: torch.Tensor
     num_changes: int = -1
     """The flat's `num_changes` when it was filled, which is the same on all ranks."""
-
-
-class BeforeGather(Protocol):
-    """Issues a flat's pending update; see `Updater.issue_into` for `own` and `free`."""
-
-    def __call__(self, flat: Flat, own: torch.Tensor | None = None, free: StreamEvent | None = None, /) -> bool: ...
-
-
-class Decoding(Pending):
-    """Encoded parameters on their way; `wait` decodes them once they have arrived."""
-
-    def __init__(self, arrived: Pending | None, act: Callable[[], None], what: str) -> None:
-        super().__init__(None, None, what)
-        self._arrived, self._act = arrived, act
-
-    @property
-    def done(self) -> bool:
-        return self._arrived is None or self._arrived.done
-
-    @property
-    def work(self) -> dist.Work | None:
-        return self._arrived.work if self._arrived is not None else None
-
-    def wait(self) -> None:
-        if self._arrived is not None:
-            self._arrived.wait()
-        with torch.no_grad():
-            self._act()
 
 
 class Pin:
@@ -79,33 +54,28 @@ class Pin:
 class Gatherer:
     """Gathers units, prefetching them in the order traced in the previous step, and releases them."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        context: Context,
-        deferred: bool,
-        before_gather: BeforeGather,
-        look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
-        agree: Callable[[Flat], None],
-    ) -> None:
-        self._units, self._device = units, context.device
-        self._collectives, self._shards = context.collectives, context.shards
-        self._waits, self._events = context.waits, context.events
-        self._limit = context.sizing.gather_buffers
-        self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], context.sizing)
-        self._before_gather, self._look_ahead, self._agree = before_gather, look_ahead, agree
-        self._side = SideStream(context.device)
+    agreement: Agreement
+    """That of the same flats; set once it is made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._units, self._device = engine, engine.units, engine.device
+        self._collectives, self._shards = engine.collectives, engine.shards
+        self._waits, self._events = engine.waits, engine.events
+        flats, sizing = list(engine.flats()), engine.sizing
+        self._limit = sizing.gather_buffers
+        self._limits = gather_limits([flat.spec for flat in flats], sizing)
+        self._side = SideStream(engine.device)
         self._pool: dict[tuple[tuple[int, int, int], torch.dtype], list[Buffer]] = {}
-        self._copied = {id(flat) for unit in units for flat in unit.flats if has_copy(flat.spec, context.sizing)}
+        self._copied = {id(flat) for flat in flats if has_copy(flat.spec, sizing)}
         self._copies: dict[int, GroupCopy] = {}
         """By flat id: made when it is gathered first."""
         self._scratch: torch.Tensor | None = None
         """Memory in which encoded parameters are decoded, one flat after another on the side stream."""
-        encoded = [flat for unit in units for flat in unit.flats if flat.codec]
-        sizes = (scratch_nbytes(flat.codec, flat.layout.total, context.device.type) for flat in encoded)
+        encoded = [flat for flat in flats if flat.codec]
+        sizes = (scratch_nbytes(flat.codec, flat.layout.total, engine.device.type) for flat in encoded)
         self._scratch_nbytes = max(sizes, default=0)
         self._buffer_of: dict[int, Buffer] = {}
-        self._pins: dict[int, int] = {unit.index: 0 for unit in units}
+        self._pins: dict[int, int] = {unit.index: 0 for unit in engine.units}
         self._clock = 0
         self._order: list[int] = []
         self._seen: list[int] = []
@@ -114,11 +84,11 @@ class Gatherer:
         self._replaced: list[ReleasedBuffer] = []
         self.interrupted = False
         """Whether a gather has failed on this rank that others may have begun."""
-        self.deferred = deferred
+        self.deferred = engine.settings.defer_update
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
-        self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
+        self.moves = any(flat.state is not State.RESIDENT for flat in flats)
         """Whether any parameter is gathered and released; otherwise there is nothing to hook or release."""
-        stores = [flat.param_store for unit in units for flat in unit.flats]
+        stores = [flat.param_store for flat in flats]
         self._far = any(store is not None and not store.tier.addressable for store in stores)
         """Whether any parameters are on a tier that must be read well ahead (a disk)."""
         self.saved = SavedViews(self._buffers, lambda: self._replaced, self._need_flat, self._all_stay)
@@ -137,8 +107,7 @@ class Gatherer:
             self.need(unit)
             self.prefetch()
         if self._far:
-            order = [self._units[index] for index in self._order]
-            self._look_ahead(order[self._cursor :], order[: self._cursor])
+            self._look_ahead()
 
     def forward_order(self) -> list[Unit]:
         """Return all units in the order of rank 0's first forward, the same on every rank.
@@ -175,6 +144,20 @@ class Gatherer:
             if self._order[at] == index:
                 return at + 1
         return len(self._order)
+
+    def _look_ahead(self) -> None:
+        """Tell the mover which parameters are used next: the rest of this step's order, then its beginning in the next.
+
+        Parameters that this step or a pending update will still change are not read ahead.
+        """
+        updater, uses = self._engine.updater, []
+        for at in (*range(self._cursor, len(self._order)), *range(self._cursor)):
+            for flat in self._units[self._order[at]].flats:
+                if isinstance(flat.param_store, StagedStore):
+                    read = not updater.has_pending_update(flat) if at >= self._cursor else not flat.trainable
+                    uses.append((flat.param_store, read))
+        if uses:
+            self._engine.mover.expect(uses)
 
     def prefetch(self) -> bool:
         """Start gathering the next units while buffers are free; return whether any gather was started."""
@@ -226,11 +209,11 @@ class Gatherer:
 
     def _fill(self, flat: Flat, buffer: Buffer) -> None:
         assert buffer.holder is None
-        buffer.holder = flat  # set before _agree, which may gather other flats into other buffers
+        buffer.holder = flat  # set before agree_on, which may gather other flats into other buffers
         self._buffer_of[id(flat)] = buffer
         buffer.views_of(flat)
         try:
-            self._agree(flat)
+            self.agreement.agree_on(flat)
             self.interrupted = True
             flat.pending = self._gather(flat, buffer.wholes[id(flat)], buffer.freed, buffer.staged)
             self.interrupted = False
@@ -273,6 +256,21 @@ class Gatherer:
                         flat.param_store.fetch(0, own).wait()
                 return self._all_gather(flat, full, own)
 
+    def _before_gather(self, flat: Flat, own: torch.Tensor | None = None, free: StreamEvent | None = None) -> bool:
+        """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute.
+
+        With `own`, memory for this rank's slice that is free after an event, return whether it is written there.
+        """
+        updater = self._engine.updater
+        updater.run_ahead()
+        if not updater.has_pending_update(flat):
+            return False
+        with self._waits.waiting("optimizer"):
+            if own is not None and free is not None:
+                return updater.issue_into(flat, own, free)
+            updater.issue_updates(flat)
+        return False
+
     def _all_gather(self, flat: Flat, full: torch.Tensor, own: torch.Tensor) -> Pending:
         """Start to gather `full`: from this rank's group if that has a copy, which is renewed after a change."""
         what, copy = f"parameters of {flat.unit.title}", self._copies.get(id(flat))
@@ -286,7 +284,7 @@ class Gatherer:
 
     def _gather_encoded(self, flat: Flat, full: torch.Tensor, staged: torch.Tensor | None) -> Pending:
         """Start to fetch and gather an encoded flat, and to decode it into `full`."""
-        what, arrived, encoded = f"parameters of {flat.unit.title}", None, flat.shard
+        pending, encoded = Pending(None, None), flat.shard
         if flat.param_store is not None:
             assert staged is not None
             share = staged.numel() * flat.own.start // flat.layout.total
@@ -296,13 +294,14 @@ class Gatherer:
         assert encoded is not None
         if flat.own.numel < flat.layout.total:
             assert staged is not None
-            arrived, encoded = self._all_gather(flat, staged, encoded), staged
-        pending = Decoding(arrived, functools.partial(self._decode, flat.codec, encoded, full), what)
+            pending, encoded = self._all_gather(flat, staged, encoded), staged
+        pending.then = functools.partial(self._decode, flat.codec, encoded, full)
         if self._device.type == "cuda":  # nothing waits: decoding is queued behind the gather on this side stream
             pending.wait()
-            return Pending(None, StreamEvent(self._device), what)
+            return Pending(None, StreamEvent(self._device))
         return pending
 
+    @torch.no_grad()
     def _decode(self, codec: str, encoded: torch.Tensor, full: torch.Tensor) -> None:
         if self._scratch is None and self._scratch_nbytes:
             self._scratch = torch.empty(self._scratch_nbytes, dtype=torch.uint8, device=self._device)

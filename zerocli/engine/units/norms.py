@@ -6,12 +6,16 @@ the same bits whether gradients are whole or partitioned, on the device or offlo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from zerocli.engine.context import Context
 from zerocli.engine.units.buckets import BucketPlans
 from zerocli.engine.units.unit import Flat
 from zerocli.layout.shards import Span
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 NORM_ROW = 4096
 """Elements that a CPU adds up in fp32 at a time."""
@@ -23,9 +27,9 @@ class GradientNorms:
     Sums in different data-parallel groups may be rounded differently, so replicated gradients can differ.
     """
 
-    def __init__(self, flats: list[Flat], plans: BucketPlans, context: Context) -> None:
-        self._flats, self._plans, self._device = flats, plans, context.device
-        self._tensor_parallel, self._replicas = context.tensor_parallel, context.replicas
+    def __init__(self, flats: list[Flat], plans: BucketPlans, engine: Engine) -> None:
+        self._flats, self._plans, self._device = flats, plans, engine.device
+        self._tensor_parallel, self._replicas = engine.tensor_parallel, engine.replicas
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """By (index of the flat, first column)."""
 

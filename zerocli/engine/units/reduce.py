@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerocli.engine.context import Context
 from zerocli.engine.guards.parameters import drop_grad, has_grad, take_grad
 from zerocli.engine.units.buckets import BucketPlans
 from zerocli.engine.units.norms import GradientNorms
@@ -23,29 +23,25 @@ from zerocli.engine.units.reductions import Reductions
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
 
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
 
 class Reducer:
     """Reduces gradients as autograd accumulates them, so that each rank ends with the sum of its own slices."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        context: Context,
-        eager: bool,
-        together: Callable[[], bool],
-        finish_meeting: Callable[[], None],
-        unexpected: Callable[[str], None],
-    ) -> None:
-        self._stage, self._collectives, self._device = context.sizing.stage, context.collectives, context.device
-        self._eager, self._is_together, self._unexpected = eager, together, unexpected
-        self._finish_meeting = finish_meeting
+    def __init__(self, engine: Engine) -> None:
+        self._passes, self._channel, self._agrees = engine.passes, engine.channel, engine.agrees
+        self._stage, self._collectives, self._device = engine.stage, engine.collectives, engine.device
+        # If parameters are gathered, hooks report when a unit's backward is done; otherwise its last gradient does.
+        self._eager = not engine.gatherer.moves
         self._together = False
         """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
-        self._flats = [flat for unit in units for flat in unit.trainable]
-        plans = BucketPlans(self._flats, context.sizing, context.shards.world)
-        self.norms = GradientNorms(self._flats, plans, context)
+        self._flats = list(engine.trainable())
+        plans = BucketPlans(self._flats, engine.sizing, engine.shards.world)
+        self.norms = GradientNorms(self._flats, plans, engine)
         """Norms of the reduced gradients, measured by the step's last pass."""
-        self._reductions = Reductions(self._flats, context, plans, self.norms)
+        self._reductions = Reductions(self._flats, engine, plans, self.norms)
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
@@ -70,7 +66,7 @@ class Reducer:
         self.reduced = False
         """Whether gradients have been summed over all ranks."""
         # Replicas are summed in a step's last pass.
-        self._reduces_each_pass = context.sizing.stage.gradients and context.replicas.world == 1
+        self._reduces_each_pass = engine.stage.gradients and engine.replicas.world == 1
         self._handles = [self._register(flat, index) for flat in self._flats for index in range(len(flat.parameters))]
 
     def close(self) -> None:
@@ -81,8 +77,10 @@ class Reducer:
     def begin(self, first: bool, last: bool, joining: bool = False) -> None:
         """Begin a backward pass: `first` or `last` of the step's micro-steps; `joining` another engine's pass."""
         self._first, self._last, self.active = first, last, True
-        # Which engines join a pass, and when, may differ between ranks: theirs follow at its end, in one order.
-        self._together = joining or self._is_together()
+        # Which engines join a pass, and when, may differ between ranks: theirs follow at its end, in one order. The
+        # collectives of several engines are launched where their ranks exchange messages, in one order.
+        several = self._channel is not None and self._channel.num_slots > 1
+        self._together = joining or self._agrees or several
         self.reduced = False
         self._next, self._completed = 0, []
         self._done.clear()
@@ -134,7 +132,7 @@ class Reducer:
             return
         if not self.active:
             try:
-                self._unexpected(flat.layout.entries[index].name)
+                self._passes.join(flat.layout.entries[index].name)
             except BaseException:
                 self.drop_grads()
                 raise
@@ -215,7 +213,8 @@ class Reducer:
             flat = self._order[self._next]
             # Whole gradients are summed over the micro-steps on this rank first, and reduced once.
             if self._last or not flat.gradient.is_whole:
-                self._finish_meeting()
+                if self._channel is not None:
+                    self._channel.finish_meeting()
                 self._launched.add(id(flat))
                 self._reductions.launch(flat)
             self._next += 1

@@ -16,11 +16,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerocli.engine.comm import Pending
-from zerocli.engine.context import Context
 from zerocli.engine.guards.parameters import take_grad
 from zerocli.engine.streams import SideStream
 from zerocli.engine.units.buckets import BucketPlan, BucketPlans, Completion, Pool, fill
@@ -28,6 +28,9 @@ from zerocli.engine.units.norms import GradientNorms
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.layout.buffers import BUCKETS, bucket_limit
 from zerocli.layout.shards import Span, round_up
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 _Finish = Callable[[], None]
 """Waits for work that was issued, and does what is left."""
@@ -47,15 +50,15 @@ class _Sum:
 class Reductions:
     """Launches the reduction of one flat at a time on a side stream; `finish` completes all of them."""
 
-    def __init__(self, flats: list[Flat], context: Context, plans: BucketPlans, norms: GradientNorms) -> None:
-        sizing, device, waits = context.sizing, context.device, context.waits
+    def __init__(self, flats: list[Flat], engine: Engine, plans: BucketPlans, norms: GradientNorms) -> None:
+        sizing, device, waits = engine.sizing, engine.device, engine.waits
         self._stage, self._plans, self._norms = sizing.stage, plans, norms
-        self._shards, self._replicas, self._device = context.shards, context.replicas, device
-        self._waits, self._events = waits, context.events
+        self._shards, self._replicas, self._device = engine.shards, engine.replicas, device
+        self._waits, self._events = waits, engine.events
         self._side = SideStream(device)
         # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype. In
         # groups of ranks, each rank of a group has a slice of every piece.
-        slices = 1 if self._shards is context.collectives else self._shards.world
+        slices = 1 if self._shards is engine.collectives else self._shards.world
         self._limits: dict[torch.dtype, int] = {}
         for flat in flats:
             if flat.gradient.is_whole:
