@@ -47,7 +47,7 @@ from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norm
 from zerocli.engine.optimizer.update import Updater
 from zerocli.engine.optimizer.update_place import choose_compiled, choose_update
 from zerocli.engine.precision import LossScale, precision, refuse_half
-from zerocli.engine.recompute.activations import open_activations
+from zerocli.engine.recompute.activations import Activations
 from zerocli.engine.recompute.compiled import CompiledBlocks
 from zerocli.engine.settings import Settings
 from zerocli.engine.states import moves, relayout, states, whole
@@ -277,7 +277,7 @@ class Engine:
         """Make what keeps the inputs of recomputed units, on the tiers of the placement."""
         # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
         equal = self.tensor_parallel if self.settings.partition_activations else Collectives.alone(self.device)
-        self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
+        self.activations = Activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 

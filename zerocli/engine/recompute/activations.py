@@ -51,29 +51,18 @@ class Checkpoint:
         self.fetched: torch.Tensor | None = None
         """A shared input that one block of backward has fetched, for the others."""
 
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.size, self.stride)
-
-
-def open_activations(
-    num_checkpoints: int, placement: Placement, tiers: TierSet, group: Collectives, device: torch.device, waits: Waits
-) -> Activations:
-    """Return the keeper of at most `num_checkpoints` checkpoints at a time, on the tiers of the placement."""
-    stack = Stack(
-        lambda name: tiers.open(name, ACTIVATIONS),
-        placement.of(ACTIVATIONS),
-        num_checkpoints,
-        tiers.traffic,
-        tiers.verifier,
-    )
-    return Activations(stack, group, device, waits)
-
 
 class Activations:
-    """Keeps the inputs of recomputed blocks; `group` is the ranks that partition equal inputs (one: no partition)."""
+    """Keeps the inputs of at most `most` recomputed blocks at a time, on the tiers of the placement.
 
-    def __init__(self, stack: Stack, group: Collectives, device: torch.device, waits: Waits) -> None:
-        self.stack = stack
+    `group` is the ranks that partition equal inputs (one: no partition).
+    """
+
+    def __init__(
+        self, most: int, placement: Placement, tiers: TierSet, group: Collectives, device: torch.device, waits: Waits
+    ) -> None:
+        about = (placement.of(ACTIVATIONS), most, tiers.traffic, tiers.verifier)
+        self.stack = Stack(lambda name: tiers.open(name, ACTIVATIONS), *about)
         self._group, self._device, self._waits = group, device, waits
         self._side = SideStream(device)
         self._order: list[weakref.ref[Checkpoint]] = []
@@ -194,7 +183,7 @@ class Activations:
         at = next((i for i, other in enumerate(alive) if other is checkpoint), 0)
         if at > 0 and alive[at - 1].arrival is None and self._ready(alive[at - 1]) is None:
             alive[at - 1].arrival = self._start(alive[at - 1])
-        return checkpoint.shaped(flat[: checkpoint.numel])
+        return flat[: checkpoint.numel].as_strided(checkpoint.size, checkpoint.stride)
 
     def _alive(self) -> list[Checkpoint]:
         return [checkpoint for ref in self._order if (checkpoint := ref()) is not None]
