@@ -29,17 +29,13 @@ def refuse_model(model: nn.Module) -> None:
             )
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                _refuse_tensor(f"{path}.{name}" if path else name, tensor, name in module._parameters)
+                _refuse_lazy(f"{path}.{name}" if path else name, tensor)
     _refuse_hidden(model)
 
 
-def _refuse_tensor(name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
+def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
     if nn.parameter.is_lazy(tensor):
         raise Refused(f"{name} has no shape yet, its module is lazy: run one forward of the model before shard")
-    if is_parameter and any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-        raise Refused(
-            f"{name} is a DTensor, distributed by fully_shard or parallelize_module already: shard the plain model"
-        )
 
 
 def _refuse_hidden(model: nn.Module) -> None:

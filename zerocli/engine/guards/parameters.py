@@ -384,6 +384,10 @@ def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
         )
     if is_lazy(parameter):
         raise Refused(f"{name} is lazy and has no shape yet: run the model once on an example before shard")
+    if any(each.__name__ == "DTensor" for each in kind.__mro__):
+        raise Refused(
+            f"{name} is a DTensor, distributed by fully_shard or parallelize_module already: shard the plain model"
+        )
     own = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not is_fake(parameter) and (not own or parameter.layout != torch.strided):
         raise Refused(
