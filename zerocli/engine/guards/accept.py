@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -27,23 +26,19 @@ def refuse_model(model: nn.Module) -> None:
                 f"{where} is wrapped in torch's {kinds[0]}, and zerocli averages gradients itself: pass the module "
                 "inside it to shard"
             )
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                _refuse_lazy(f"{path}.{name}" if path else name, tensor)
+    for name, buffer in model.named_buffers():
+        if nn.parameter.is_lazy(buffer):
+            raise Refused(f"{name} has no shape yet, its module is lazy: run one forward of the model before shard")
     _refuse_hidden(model)
-
-
-def _refuse_lazy(name: str, tensor: torch.Tensor) -> None:
-    if nn.parameter.is_lazy(tensor):
-        raise Refused(f"{name} has no shape yet, its module is lazy: run one forward of the model before shard")
 
 
 def _refuse_hidden(model: nn.Module) -> None:
     """Raise Refused if the model's own `parameters` or `named_parameters` show others than its modules hold."""
-    held = {id(p): name for name, p in _held_parameters(model)}
+    held = {id(p): name for name, p in nn.Module.named_parameters(model)}
     if not held:
         raise Refused("the model has no parameters: there is nothing to shard or to train")
-    for method, shown in (("parameters", model.parameters()), ("named_parameters", _second(model.named_parameters()))):
+    named = (p for _, p in model.named_parameters())
+    for method, shown in (("parameters", model.parameters()), ("named_parameters", named)):
         ids = {id(p) for p in shown}
         if hidden := [name for key, name in held.items() if key not in ids]:
             raise Refused(
@@ -52,17 +47,6 @@ def _refuse_hidden(model: nn.Module) -> None:
             )
         if ids - held.keys():
             raise Refused(f"{type(model).__name__}.{method}() yields tensors that no module holds as parameters")
-
-
-def _held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in model.named_modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                yield f"{path}.{name}" if path else name, p
-
-
-def _second(pairs: Iterator[tuple[str, Any]]) -> Iterator[Any]:
-    return (value for _, value in pairs)
 
 
 def refuse_scripts(units: Sequence[tuple[str, nn.Module]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zerocli.engine.guards.parameters import first_released, no_values
+from zerocli.engine.guards.parameters import Released, first, name_of, no_values
 from zerocli.errors import Refused
 
 
@@ -22,14 +22,14 @@ def watch_scripts() -> None:
 
     @functools.wraps(call)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if name := first_released((args, kwargs)):
-            raise Refused(no_values(name))
+        if (found := first((args, kwargs), Released)) is not None:
+            raise Refused(no_values(name_of(found)))
         return call(self, *args, **kwargs)
 
     @functools.wraps(method)
     def checked_module(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if name := first_released((args, kwargs, list(self.parameters()))):
-            raise Refused(no_values(name))
+        if (found := first((args, kwargs, list(self.parameters())), Released)) is not None:
+            raise Refused(no_values(name_of(found)))
         return method(self, *args, **kwargs)
 
     jit.ScriptFunction.__call__ = checked

@@ -250,7 +250,7 @@ class ReachableState:
     def _changed(self, seen: Seen) -> set[int]:
         """Return the ids of objects whose content differs from what the first run found; refuse what has no copy."""
         careful = self.careful > 0
-        # After the first calls a tensor with a copy is known to change: neither batch norm nor `.data` counts a version.
+        # After the first calls, a tensor with a copy is known to change; batch norm and `.data` count no version.
         found = {
             key
             for key, copied in seen.copies.items()
