@@ -86,7 +86,7 @@ class Engine:
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
-        self.passes = Backward(self, settings.accumulate)
+        self.passes = Backward(self)
         self.passes.gradients.deferred = settings.defer_update
         self.member = Member(type(self.model).__name__)
         self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))
@@ -126,17 +126,14 @@ class Engine:
         data_parallel, mesh = open_axes(self.settings.tp, self.settings.group, self.device)
         self.collectives = Collectives(data_parallel, self.device, self.events)
         self.tensor_parallel = TensorParallel(mesh, self.device, self.waits, self.events)
-        self.inside, self.across = self.collectives, Collectives.alone(self.device)
-        self.shards: Shards = self.inside
-        self.replicas = self.across
+        self.inside = self.collectives
 
     def _open_groups(self) -> None:
         """Open groups of ranks, once all ranks are known to ask for the same."""
         self.inside, self.across = open_groups(self.collectives, self.settings.shard_ranks, self.events)
-        if self.settings.num_copies(self.collectives.world) > 1:
-            self.shards = Grouped(self.inside, self.across)
-        else:
-            self.shards, self.replicas = self.inside, self.across
+        copies = self.settings.num_copies(self.collectives.world) > 1
+        self.shards: Shards = Grouped(self.inside, self.across) if copies else self.inside
+        self.replicas = Collectives.alone(self.device) if copies else self.across
         if self.inside is not self.collectives:
             self.settings.watch(self)
 
@@ -180,9 +177,8 @@ class Engine:
         self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
         shape = (len(self.rule.state_names), self.device.type, self.precision.name, can_fuse(self.rule, self.device))
         self.sizing: Sizing = settings.sizing_at(self.shards.world, *shape)
-        self.sizing = dataclasses.replace(self.sizing, threads=torch.get_num_threads())
-        if settings.keep_gradients is not None:
-            self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
+        keep = self.sizing.keep_gradients if settings.keep_gradients is None else settings.keep_gradients
+        self.sizing = dataclasses.replace(self.sizing, threads=torch.get_num_threads(), keep_gradients=keep)
 
     def _choose_update(self) -> None:
         """Choose where offloaded states are updated, and whether that is compiled on the CPU.
@@ -368,12 +364,13 @@ class Engine:
             deferred = self.gatherer.deferred
             self.updater.start(order, values, self.gatherer.refresh, inactive, deferred)
             # Each all-gather overlapped with the next update. Unless it is deferred, the user can read resident
-            # parameters after this.
+            # parameters after this: the compute stream, which reads them without a gather, waits for their updates.
             self.gatherer.release_all(resident=not deferred)
-            if not deferred:
-                self._wait_for_resident()
-            for flat in trainable if deferred else ():
-                flat.forbid_reads(True)
+            for flat in trainable:
+                if deferred:
+                    flat.forbid_reads(True)
+                elif flat.resident is not None and flat.written is not None:
+                    flat.written.wait()
         self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
         self.reducer.end_step()
@@ -387,12 +384,6 @@ class Engine:
         if self.gatherer.moves:
             found = self.gatherer.released_with_views
             self._views.invalidate(lambda: [each for each in found() if each.flat.trainable or not trained])
-
-    def _wait_for_resident(self) -> None:
-        """Order the compute stream after the updates of parameters that it reads without a gather."""
-        for flat in self.trainable():
-            if flat.resident is not None and flat.written is not None:
-                flat.written.wait()
 
     # -- inspection ------------------------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class TensorParallel(Collectives):
 
         return finish
 
-    def agree_(self, tensor: torch.Tensor, what: str = "replicated gradients") -> None:
+    def agree_(self, tensor: torch.Tensor, what: str) -> None:
         """Overwrite a replicated gradient with rank 0's."""
         self.nbytes["broadcast"] += tensor.nbytes
         with self._noted("broadcast", what):
@@ -193,7 +193,9 @@ class TensorParallel(Collectives):
         if "batches" not in self._unchecked:
             return
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        prints = [float(x.detach().double().flatten() @ _weights(x)) for x in leaves]
+        # Weighted, so that the sums depend on the order.
+        weights = (torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device) for x in leaves)
+        prints = [float(x.detach().double().flatten() @ weight) for x, weight in zip(leaves, weights, strict=True)]
         self._check_alike("batches", torch.tensor(prints, dtype=torch.float64, device=self.device))
 
     def _check_alike(self, what: str, value: torch.Tensor) -> None:
@@ -221,11 +223,6 @@ class TensorParallel(Collectives):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed + self.rank)
             yield
-
-
-def _weights(x: torch.Tensor) -> torch.Tensor:
-    """Return a weight for each element, so that a weighted sum depends on the order."""
-    return torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device)
 
 
 def open_axes(

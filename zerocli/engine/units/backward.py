@@ -25,8 +25,8 @@ _UNDER_WAY: list[Backward] = []
 class Backward:
     """Runs the backward passes of one engine and counts them."""
 
-    def __init__(self, engine: Engine, accumulate: int) -> None:
-        self._engine, self._accumulate = engine, accumulate
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.gradients = Gradients()
         """Gradient status, shared with the engine's parameters."""
         self.count = 0
@@ -50,7 +50,7 @@ class Backward:
             if seed is None:
                 loss.backward(retain_graph=retain_graph)
             else:
-                with self._engine.hooks.unscaled_outside(loss, seed):
+                with self._engine.hooks.ends.unscaled(loss, seed):
                     (loss * seed).backward(retain_graph=retain_graph)
             raise_caught(made)
             self._engine.reducer.launch_rest()
@@ -176,7 +176,7 @@ class Backward:
         return scale.value / self._engine.collectives.world if scale.active else None
 
     def _begin(self, joining: bool = False) -> None:
-        engine, accumulate = self._engine, self._accumulate
+        engine, accumulate = self._engine, self._engine.settings.accumulate
         if self.count >= accumulate:
             raise Refused(
                 f"backward was called {self.count + 1} times before step(); shard(..., accumulate={self.count + 1}) "
