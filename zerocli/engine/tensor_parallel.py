@@ -71,10 +71,6 @@ class Cut:
         pieces = [part.split(lengths, self.dim) for part in parts]
         return torch.cat([piece for section in zip(*pieces, strict=True) for piece in section], self.dim)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
 
 class TensorParallel(Collectives):
     """The tensor-parallel axis: its collectives, counted separately, and the cuts of the parameters it splits.

@@ -81,17 +81,17 @@ class Gatherer:
         self._seen: list[int] = []
         self._update_order: list[Unit] | None = None
         self._cursor = 0
-        self._replaced: list[ReleasedBuffer] = []
+        self.replaced: list[ReleasedBuffer] = []
+        """Buffers that were dropped from the pool."""
         self.interrupted = False
         """Whether a gather has failed on this rank that others may have begun."""
         self.deferred = engine.settings.defer_update
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
         self.moves = any(flat.state is not State.RESIDENT for flat in flats)
         """Whether any parameter is gathered and released; otherwise there is nothing to hook or release."""
-        stores = [flat.param_store for flat in flats]
-        self._far = any(store is not None and not store.tier.addressable for store in stores)
+        self._far = any(flat.param_store is not None and not flat.param_store.tier.addressable for flat in flats)
         """Whether any parameters are on a tier that must be read well ahead (a disk)."""
-        self.saved = SavedViews(self._buffers, lambda: self._replaced, self._need_flat, self._all_stay)
+        self.saved = SavedViews(self)
 
     # -- the order of use ------------------------------------------------------------------------------------------
 
@@ -102,7 +102,8 @@ class Gatherer:
         """
         if record:
             self._seen.append(unit.index)
-        self._cursor = self._position_after(unit.index)
+        ahead = self._order[self._cursor :]
+        self._cursor += ahead.index(unit.index) + 1 if unit.index in ahead else len(ahead)
         with _outside_checkpoints():
             self.need(unit)
             self.prefetch()
@@ -139,12 +140,6 @@ class Gatherer:
         """Forget what this step has used: it is run again from its beginning."""
         self._seen, self._cursor = [], 0
 
-    def _position_after(self, index: int) -> int:
-        for at in range(self._cursor, len(self._order)):
-            if self._order[at] == index:
-                return at + 1
-        return len(self._order)
-
     def _look_ahead(self) -> None:
         """Tell the mover which parameters are used next: the rest of this step's order, then its beginning in the next.
 
@@ -180,9 +175,10 @@ class Gatherer:
         """Make the unit's parameters usable on the current stream; gathers those that were not prefetched."""
         with self.pinned(unit):  # one flat of the unit must not take another's buffer
             for flat in unit.flats:
-                self._need_flat(flat)
+                self.need_flat(flat)
 
-    def _need_flat(self, flat: Flat) -> None:
+    def need_flat(self, flat: Flat) -> None:
+        """Make a flat's parameters usable on the current stream."""
         # Whole parameters are not gathered, so a deferred update that has not been issued yet is issued here.
         if self.deferred and flat.resident is not None:
             self._before_gather(flat)
@@ -354,7 +350,7 @@ class Gatherer:
             for flat in unit.flats:
                 if flat.pending is not None and (resident or flat.resident is None):
                     try:
-                        self._need_flat(flat)
+                        self.need_flat(flat)
                     except Exception:
                         if not quietly:
                             raise
@@ -406,7 +402,7 @@ class Gatherer:
         buffer = min(idle, key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
         # A gather into it may be in flight; two must not write to the same memory.
         assert buffer.holder is not None
-        self._need_flat(buffer.holder)
+        self.need_flat(buffer.holder)
         self._vacate(buffer.holder)
         return self._unaliased(buffers, buffers.index(buffer), flat)
 
@@ -417,7 +413,7 @@ class Gatherer:
         thread of gloo's may still keep a view on one rank and not on another.
         """
         if buffers[at].aliased:
-            self._replaced.append(ReleasedBuffer(buffers[at]))
+            self.replaced.append(ReleasedBuffer(buffers[at]))
             buffers[at] = self._grow([], flat)
         return buffers[at]
 
@@ -434,8 +430,8 @@ class Gatherer:
     def released_with_views(self) -> list[ReleasedBuffer]:
         """Return the released buffers that other code keeps views of; called while no unit is gathered."""
         free = [b for buffers in self._pool.values() for b in buffers if b.holder is None and b.last is not None]
-        self._replaced = [each for each in self._replaced if each.held]
-        return [*self._replaced, *(ReleasedBuffer(buffer) for buffer in free if buffer.aliased)]
+        self.replaced = [each for each in self.replaced if each.held]
+        return [*self.replaced, *(ReleasedBuffer(buffer) for buffer in free if buffer.aliased)]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
@@ -443,15 +439,16 @@ class Gatherer:
             yield "buffers", DECODING, self._scratch
         for copy in self._copies.values():
             yield "gathered", COPIES, copy.memory
-        for buffer in self._buffers():
+        for buffer in self.buffers():
             yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
             if buffer.staged is not None:
                 yield "gathered", staged_name(buffer.staged.numel()), buffer.staged
 
-    def _buffers(self) -> Iterator[Buffer]:
+    def buffers(self) -> Iterator[Buffer]:
         return (buffer for buffers in self._pool.values() for buffer in buffers)
 
-    def _all_stay(self) -> bool:
+    def all_stay(self) -> bool:
+        """Whether all units stay gathered for now."""
         return all(self._pins[unit.index] > 0 and self.holds(unit) for unit in self._units if unit.flats)
 
     def saving(self) -> contextlib.AbstractContextManager[object]:

@@ -9,7 +9,7 @@ launched; reductions.py reduces it. All ranks launch the units in the same order
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,16 +107,6 @@ class Reducer:
 
     def _register(self, flat: Flat, index: int) -> RemovableHandle:
         """Register the gradient hook of a parameter, even if it is currently frozen."""
-        parameter = flat.parameters[index]
-        # torch refuses this hook on a tensor that does not require a gradient.
-        trains = parameter.requires_grad
-        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(
-            self._hook(flat, index)
-        )
-        parameter.requires_grad_(trains)
-        return handle
-
-    def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
         # Python's garbage collector does not traverse a parameter's hooks: a strong reference would leak the reducer.
         reducer, place = weakref.ref(self), self._flats.index(flat)
 
@@ -125,7 +115,12 @@ class Reducer:
             if alive is not None:
                 alive._accumulated(alive._flats[place], index, parameter)
 
-        return accumulated
+        parameter = flat.parameters[index]
+        # torch refuses this hook on a tensor that does not require a gradient.
+        trains = parameter.requires_grad
+        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
+        parameter.requires_grad_(trains)
+        return handle
 
     def _accumulated(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         if not has_grad(parameter):  # autograd calls the hook for undefined gradients too
@@ -147,25 +142,17 @@ class Reducer:
         if self._graph_task is not None and torch._C._current_graph_task_id() != self._graph_task:
             self._nested.add(id(flat))
         if flat.gradient.is_whole:
-            self._keep(flat, index, parameter, add=not self._first or index in arrived)
+            grad = take_grad(parameter)
+            flat.gradient.open(self._device)
+            assert grad is not None
+            if self._first and index not in arrived:
+                flat.gradient.part(index).copy_(grad)
+            else:
+                flat.gradient.part(index).add_(grad)
         arrived.add(index)
-        if (
-            self._eager
-            and len(arrived) == len(flat.parameters)
-            and id(flat) not in self._nested
-            and id(flat) not in self._held
-        ):
+        late = id(flat) in self._nested or id(flat) in self._held
+        if self._eager and len(arrived) == len(flat.parameters) and not late:
             self.complete(flat)
-
-    def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
-        """Move a parameter's gradient into the flat's whole gradient."""
-        grad = take_grad(parameter)
-        flat.gradient.open(self._device)
-        assert grad is not None
-        if add:
-            flat.gradient.part(index).add_(grad)
-        else:
-            flat.gradient.part(index).copy_(grad)
 
     def drop_grads(self) -> None:
         """Drop all gradients that autograd has accumulated in the parameters."""

@@ -14,18 +14,20 @@ count of the buffer's storage. Such a buffer is never refilled: it is dropped fr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from tiers.events import NOTHING
 from zerocli.engine.guards.parameters import Released, name_of, no_values
-from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
+
+if TYPE_CHECKING:
+    from zerocli.engine.units.gather import Gatherer
 
 STALE = (
     "this loss was computed with parameters that step() has changed since, or that were loaded or moved: run forward "
@@ -56,20 +58,10 @@ class SavedView:
 
 
 class SavedViews:
-    """Replaces views of gather buffers in what autograd saves, and recreates them in backward.
+    """Replaces views of gather buffers in what autograd saves, and recreates them in backward."""
 
-    `buffers` are those of the pool, `replaced` those that were dropped from it; `need` gathers a flat; `all_stay` says
-    whether all units stay gathered for now.
-    """
-
-    def __init__(
-        self,
-        buffers: Callable[[], Iterable[Buffer]],
-        replaced: Callable[[], Iterable[ReleasedBuffer]],
-        need: Callable[[Flat], None],
-        all_stay: Callable[[], bool],
-    ) -> None:
-        self._buffers, self._replaced, self._need, self._all_stay = buffers, replaced, need, all_stay
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
         self._hooks: list[tuple[Any, Any]] = []
         self._outer_hooks: list[Any] = []
         """Of each of `_hooks`, the hooks that were active before, or None."""
@@ -80,11 +72,11 @@ class SavedViews:
             address = tensor.data_ptr()
         except RuntimeError:  # a torch.func wrapper: keeping it keeps a reference to the buffer
             return None
-        for buffer in self._buffers():
+        for buffer in self._gatherer.buffers():
             start = buffer.tensor.data_ptr()
             if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
                 return _saved_view(tensor, address - start, buffer.last)
-        for released in self._replaced():
+        for released in self._gatherer.replaced:
             if released.start <= address < released.stop and released.held:
                 return _saved_view(tensor, address - released.start, released.flat)
         return None
@@ -93,7 +85,7 @@ class SavedViews:
         """Return the saved view, recreated from the buffer that holds its flat now; refuse changed values."""
         if saved.num_changes != saved.flat.num_changes:
             raise Refused(STALE)
-        self._need(saved.flat)
+        self._gatherer.need_flat(saved.flat)
         buffer = saved.flat.buffer
         assert buffer is not None
         if saved.dtype == buffer.dtype:
@@ -109,7 +101,7 @@ class SavedViews:
         if not torch.is_grad_enabled():
             return NOTHING
         if not allow_hooks():
-            if not self._all_stay():  # autograd would save views of buffers that are refilled
+            if not self._gatherer.all_stay():  # autograd would save views of buffers that are refilled
                 raise Refused(_NO_HOOKS)
             return NOTHING
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
