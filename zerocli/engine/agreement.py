@@ -210,6 +210,35 @@ class Channel:
         agreement.join(place)
 
 
+_COMPARED = (
+    *("stage", "shard_ranks", "shard_states", "offload", "precision", "accumulate", "clip", "reduce", "lr"),
+    *("weight_decay", "seed"),
+)
+"""Settings that must be equal on all ranks."""
+
+
+def open_channel(engine: Engine) -> Channel | None:
+    """Return the channel between the ranks, with a slot for the engine; None where ranks do not exchange messages.
+
+    All ranks must shard with equal settings. Whether the models are alike is compared where they are built: see
+    `refuse_different_models`. Collective.
+    """
+    collectives, settings = engine.collectives, engine.settings
+    if collectives.world == 1 or not (settings.uneven or collectives.backend == "gloo"):
+        return None
+    channel = Channel.of(collectives)
+    if collectives.device.type == "cpu" and settings.uneven is not False:
+        # With messages and collectives in one group, neither runs beside the other on the processor that computes.
+        # Without messages before each gather, ranks may gather differently: then messages need a group of their own.
+        collectives.issue_by(channel.gloo)
+    given = {name: getattr(settings, name) for name in _COMPARED}
+    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
+    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+    say = f"shards {engine.member.title} with {words}"
+    channel.meet_to_shard(engine.member, collectives, _code(words), lambda: say)
+    return channel
+
+
 class Agreement:
     """One engine's side of the channel; without a channel all ranks are assumed to need and call the same."""
 
@@ -266,11 +295,7 @@ class Agreement:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def meet(
-        self,
-        call: str,
-        key: Callable[[], object] = lambda: None,
-        say: Callable[[], str] | None = None,
-        bits: Callable[[], int] = lambda: 0,
+        self, call: str, key: Callable[[], object], say: Callable[[], str], bits: Callable[[], int] = lambda: 0
     ) -> int:
         """Return when all ranks make this call of this engine with this key; else raise Disagreed on all of them.
 
@@ -278,7 +303,7 @@ class Agreement:
         """
         if self.channel is None:
             return 0
-        rows = self._meet(call, _code(repr(key())), bits(), say or (lambda: f"called {call}"))
+        rows = self._meet(call, _code(repr(key())), bits(), say)
         return functools.reduce(operator.or_, (row[_DETAIL] for row in rows), 0)
 
     def announce_pass(self, made: int) -> None:

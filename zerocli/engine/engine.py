@@ -25,13 +25,12 @@ from offload.mover import Mover
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine.agreement import Agreement, Member
+from zerocli.engine.agreement import Agreement, Member, open_channel
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.connect import open_channel, open_groups, sharded_as
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
-from zerocli.engine.grouped import Grouped, Shards
+from zerocli.engine.grouped import Grouped, Shards, open_groups
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
 from zerocli.engine.guards.aliases import ReleasedViews
 from zerocli.engine.guards.owners import Owners
@@ -89,7 +88,7 @@ class Engine:
         self.passes = Backward(self)
         self.passes.gradients.deferred = settings.defer_update
         self.member = Member(type(self.model).__name__)
-        self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))
+        self.channel = open_channel(self)
         self._open_groups()
         self._closed = False
         self._held_whole = 0

@@ -108,9 +108,7 @@ class TensorParallel(Collectives):
         self._is_split = True
         from torch.distributed.tensor.parallel import parallelize_module
 
-        plan = plan_of(model, self)
-        check_degree(self.world, extents(model, plan))
-        self.cuts = cuts_of(model, plan)
+        plan, self.cuts = plan_of(model, self)
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if not value.is_meta:
                 take_first(name, value, self)
@@ -249,41 +247,31 @@ def open_axes(
 # -- plans: which modules of a model are split, and how ----------------------------------------------------------------
 
 
-def plan_of(model: nn.Module, tp: TensorParallel) -> dict[str, Any]:
-    """Return the model's own plan: patterns of module names, each with its style."""
-    plan = getattr(model, "tensor_parallel_plan", None)
-    if plan is None:
+def plan_of(model: nn.Module, tp: TensorParallel) -> tuple[dict[str, Any], dict[str, Cut]]:
+    """Return a whole model's own plan (patterns of module names, each with its style), and the cuts of its parameters.
+
+    Raises ValueError for a model without a plan, and for a degree that does not divide what is split.
+    """
+    own = getattr(model, "tensor_parallel_plan", None)
+    if own is None:
         raise ValueError(
             f"{type(model).__name__} has no tensor_parallel_plan(): tp splits the built-in gpt2 and llama families, "
             "and models that say how they are split; other models train with tp 1"
         )
-    styles: dict[str, Any] = plan(tp)
-    return styles
-
-
-def _planned(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
-    for path, module in model.named_modules():
-        for pattern, style in plan.items():
-            if path.count(".") == pattern.count(".") and fnmatch(path, pattern):
-                yield path, module, style
-
-
-def cuts_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Cut]:
-    """Return the cut of each parameter that the plan splits, by its name, for a model that is still whole."""
-    return {
-        f"{path}.{name}": cut
-        for path, module, style in _planned(model, plan)
-        for name, cut in style.cuts(module).items()
-    }
-
-
-def extents(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that the tensor-parallel degree must divide, by readable name."""
-    found: dict[str, int] = {}
-    for path, module, style in _planned(model, plan):
+    plan: dict[str, Any] = own(tp)
+    planned = [
+        (path, module, style)
+        for path, module in model.named_modules()
+        for pattern, style in plan.items()
+        if path.count(".") == pattern.count(".") and fnmatch(path, pattern)
+    ]
+    sizes: dict[str, int] = {}
+    for path, module, style in planned:
         for name, number in style.extents(module).items():
-            found.setdefault(name if "heads" in name else f"{name} of {path}", number)
-    return found
+            sizes.setdefault(name if "heads" in name else f"{name} of {path}", number)
+    check_degree(tp.world, sizes)
+    cuts = {f"{path}.{name}": cut for path, module, style in planned for name, cut in style.cuts(module).items()}
+    return plan, cuts
 
 
 def check_degree(tp: int, numbers: Mapping[str, int]) -> None:
@@ -301,9 +289,7 @@ def planned_cuts(model: nn.Module, degree: int) -> dict[str, Cut]:
         return {}
     axis = TensorParallel(None, torch.device("cpu"))
     axis.world = degree  # only for planning: there is no process group
-    plan = plan_of(model, axis)
-    check_degree(degree, extents(model, plan))
-    return cuts_of(model, plan)
+    return plan_of(model, axis)[1]
 
 
 def local_numel(model: nn.Module, degree: int) -> int:

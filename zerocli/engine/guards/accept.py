@@ -1,13 +1,15 @@
-"""What a model must be to be sharded: refused by name here, before anything is changed."""
+"""What a model must be to be sharded: refused by name here, before anything is changed; and TorchScript's calls."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from zerocli.engine.guards.parameters import refuse_unsuitable
+from zerocli.engine.guards.parameters import Released, first, name_of, no_values, refuse_unsuitable
 from zerocli.errors import Refused
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -57,6 +59,31 @@ def refuse_scripts(units: Sequence[tuple[str, nn.Module]]) -> None:
                 f"{name} is a TorchScript module and a unit of its own, and its code reads parameters without asking "
                 "the engine for them: shard the plain module, choose units= around it, or use stage=2"
             )
+
+
+@functools.cache
+def watch_scripts() -> None:
+    """Refuse released parameters as arguments of TorchScript functions, which do not ask a tensor's class.
+
+    A scripted module reads its own parameters in C++ too, so they are looked at before it is called.
+    """
+    jit: Any = torch.jit
+    call, method = jit.ScriptFunction.__call__, jit.RecursiveScriptModule.__call__
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := first((args, kwargs), Released)) is not None:
+            raise Refused(no_values(name_of(found)))
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(method)
+    def checked_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := first((args, kwargs, list(self.parameters())), Released)) is not None:
+            raise Refused(no_values(name_of(found)))
+        return method(self, *args, **kwargs)
+
+    jit.ScriptFunction.__call__ = checked
+    jit.RecursiveScriptModule.__call__ = checked_module
 
 
 def refuse_full_graphs(model: nn.Module, wrapped: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:

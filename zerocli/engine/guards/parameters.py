@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -312,12 +313,11 @@ _REWRITING = frozenset(
 
 def _rewritten_by() -> str:
     """Return the function of torch.nn.utils that is about to replace a parameter, if one calls."""
-    frame, found = sys._getframe(1), ""
-    while frame is not None:
+    found = ""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         folder, _, file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")
         if folder.endswith("torch/nn/utils") and frame.f_code.co_name in _REWRITING:
             found = f"torch.nn.utils.{file.removesuffix('.py')}"
-        frame = frame.f_back  # type: ignore[assignment]
     return found
 
 
@@ -384,22 +384,17 @@ def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
             f"{name} is a DTensor, distributed by fully_shard or parallelize_module already: shard the plain model"
         )
     own = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not is_fake(parameter) and (not own or parameter.layout != torch.strided):
+    if not isinstance(parameter, FakeTensor) and (not own or parameter.layout != torch.strided):
         raise Refused(
             f"{name} is a {kind.__name__} of layout {parameter.layout}, which keeps its values in another way than in "
             "one dense tensor: replace it by a dense nn.Parameter before shard"
         )
 
 
-def is_fake(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has a shape only, in a plan that runs the model without memory."""
-    return isinstance(parameter, FakeTensor)
-
-
 def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
     """Turn a parameter into a sharded model's; one without memory of its own (a fake one) keeps its class."""
     kind = type(parameter)
-    if is_fake(parameter):
+    if isinstance(parameter, FakeTensor):  # in a plan, which runs the model without memory
         return
     parameter.__dict__[_SHARDING] = Sharding(name, gradients)
     try:

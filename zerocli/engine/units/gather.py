@@ -195,7 +195,7 @@ class Gatherer:
             flat.pending = None
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
-                flat.attach(buffer.wholes[id(flat)], buffer.views[id(flat)])
+                flat.attach(*buffer.views[id(flat)])
         flat.gradient.free_used()  # its update came before what was waited for
         if flat.unread:
             flat.forbid_reads(False)
@@ -207,11 +207,11 @@ class Gatherer:
         assert buffer.holder is None
         buffer.holder = flat  # set before agree_on, which may gather other flats into other buffers
         self._buffer_of[id(flat)] = buffer
-        buffer.views_of(flat)
+        full = buffer.part_for(flat)
         try:
             self.agreement.agree_on(flat)
             self.interrupted = True
-            flat.pending = self._gather(flat, buffer.wholes[id(flat)], buffer.freed, buffer.staged)
+            flat.pending = self._gather(flat, full, buffer.freed, buffer.staged)
             self.interrupted = False
         except BaseException:
             self._drop(flat)

@@ -55,9 +55,8 @@ class Reducer:
         """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
         self._zeros: dict[int, set[int]] = {}
         """Parameters that have a zero gradient in this step even if backward brings none."""
-        self._completed: list[Flat] = []
-        self._done: set[int] = set()
-        """The flats in `_completed`."""
+        self._completed: dict[int, Flat] = {}
+        """The flats whose gradients are complete in this pass, by id, in the order in which they were."""
         self._launched: set[int] = set()
         """Flats whose reduction was launched in this pass: no gradient can be added to them any more."""
         self._next = 0
@@ -82,8 +81,7 @@ class Reducer:
         several = self._channel is not None and self._channel.num_slots > 1
         self._together = joining or self._agrees or several
         self.reduced = False
-        self._next, self._completed = 0, []
-        self._done.clear()
+        self._next, self._completed = 0, {}
         self._launched.clear()
         self._nested.clear()
         self._graph_task = None
@@ -174,8 +172,7 @@ class Reducer:
             for index in range(len(flat.parameters)):
                 if index not in self._arrived[id(flat)]:
                     flat.gradient.part(index).zero_()
-        self._completed.append(flat)
-        self._done.add(id(flat))
+        self._completed[id(flat)] = flat
         if not self._together:
             self.launch(self.ready)
 
@@ -185,7 +182,7 @@ class Reducer:
         if not self.active:
             return 0
         at = self._next
-        while at < len(self._order) and id(self._order[at]) in self._done:
+        while at < len(self._order) and id(self._order[at]) in self._completed:
             at += 1
         return at
 
@@ -213,7 +210,7 @@ class Reducer:
 
     def _launch_all(self) -> None:
         """Launch all remaining reductions; gradients that have not arrived count as zero."""
-        for flat in [flat for flat in self._order if id(flat) not in self._done]:
+        for flat in [flat for flat in self._order if id(flat) not in self._completed]:
             self.complete(flat)
         self.launch(len(self._order))
 
@@ -261,18 +258,15 @@ class Reducer:
 
     def _adopt_order(self) -> None:
         """Adopt the order in which rank 0's first backward completed the units as the launch order."""
-        place = {id(flat): i for i, flat in enumerate(self._flats)}
-        order = self._collectives.broadcast_indices([place[id(flat)] for flat in self._completed])
-        self._order = [self._flats[i] for i in order]
-        self._ordered_by_use = True
+        completed = [self._flats.index(flat) for flat in self._completed.values()]
+        self.adopt(self._collectives.broadcast_indices(completed))
 
     def order(self) -> list[int] | None:
         """Return the launch order as indices of flats; None before the first backward."""
-        place = {id(flat): i for i, flat in enumerate(self._flats)}
-        return [place[id(flat)] for flat in self._order] if self._ordered_by_use else None
+        return [self._flats.index(flat) for flat in self._order] if self._ordered_by_use else None
 
     def adopt(self, order: list[int] | None) -> None:
-        """Adopt the launch order of another run: with three or more ranks the rounding of sums depends on it."""
+        """Adopt a launch order, or that of another run: with three or more ranks the rounding of sums depends on it."""
         if order is not None and sorted(order) == list(range(len(self._flats))):
             self._order = [self._flats[i] for i in order]
             self._ordered_by_use = True

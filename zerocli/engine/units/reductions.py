@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,17 +32,6 @@ if TYPE_CHECKING:
 
 _Finish = Callable[[], None]
 """Waits for work that was issued, and does what is left."""
-
-
-@dataclass(eq=False)
-class _Sum:
-    """A sum within this rank's group that is in flight on a CPU."""
-
-    pending: Pending
-    follow: Callable[[], _Finish]
-    """Issues what comes after the sum; returns what finishes that."""
-    finish: _Finish | None = None
-    """Set once `follow` was called."""
 
 
 class Reductions:
@@ -71,8 +58,8 @@ class Reductions:
         self._newest_in_run: Unit
         """The unit of the last gradient in the run."""
         self._unfinished: list[Completion] = []
-        self._sums: deque[_Sum] = deque()
-        """Sums whose `follow` is not called yet, in the order of their launch."""
+        self._sums: list[Completion] = []
+        """Issue what follows the sums that were launched, in the order of their launch."""
         self._flats = flats
         self._first = self._last = True
 
@@ -124,32 +111,29 @@ class Reductions:
         """Call `follow` once the sum is complete, in the order of launches; return what finishes both."""
         if self._device.type == "cuda":  # ordered by the stream that this runs on
             return follow()
-        this = _Sum(pending, follow)
-        self._sums.append(this)
+        rest: list[_Finish] = []
 
         # On a CPU the sum is complete only when the host has waited for it.
-        def finish() -> None:
-            if this.finish is None:
-                self._follow_up(this)
-            assert this.finish is not None
-            this.finish()
+        def start() -> None:
+            pending.wait()
+            rest.append(follow())
 
+        started = Completion(start)
+
+        def finish() -> None:
+            started.run()
+            rest[0]()
+
+        self._sums.append(started)
         return finish
 
     def _start_sums_over_replicas(self) -> None:
         """Issue the second sums of what was launched before."""
         if self._replicas.world > 1 and self._sums:
             with self._waits.waiting("collectives"):
-                self._follow_up(self._sums[-1])
-
-    def _follow_up(self, last: _Sum) -> None:
-        """Issue what follows the sums up to `last`, in their order; the host waits for each."""
-        while self._sums:
-            first = self._sums.popleft()
-            first.pending.wait()
-            first.finish = first.follow()
-            if first is last:
-                return
+                for each in self._sums:
+                    each.run()
+            self._sums.clear()
 
     def _at_finish(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
         """Call `follow` on the stream that this runs on; on a CPU when the host finishes, which waits for `pending`.

@@ -14,6 +14,7 @@ count of the buffer's storage. Such a buffer is never refilled: it is dropped fr
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -153,10 +154,8 @@ def allow_hooks() -> bool:
 
 def disables_hooks(error: BaseException) -> bool:
     """Whether torch raised an error because code disables saved-tensor hooks where there are some, in its own words."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is _DISABLING.__code__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code is _DISABLING.__code__
 
 
 def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:
