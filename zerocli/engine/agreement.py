@@ -230,7 +230,7 @@ def open_channel(engine: Engine) -> Channel | None:
     if collectives.device.type == "cpu" and settings.uneven is not False:
         # With messages and collectives in one group, neither runs beside the other on the processor that computes.
         # Without messages before each gather, ranks may gather differently: then messages need a group of their own.
-        collectives.issue_by(channel.gloo)
+        collectives.issuer = channel.gloo
     given = {name: getattr(settings, name) for name in _COMPARED}
     plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
     words = ", ".join(f"{name}={value!r}" for name, value in plain.items())

@@ -24,7 +24,7 @@ from zerocli.engine.units.unit import MASTER, REPLICATED, Flat, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gradient_arenas, gradients
 from zerocli.layout.codecs import is_encoded
-from zerocli.layout.flats import align_of, flat_spec, place
+from zerocli.layout.flats import FlatSpec, align_of, flat_spec, place
 from zerocli.layout.shards import lay_out
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.startup import STARTUP
@@ -139,18 +139,18 @@ class Builder:
 
     def _preflight(self, units: list[Unit]) -> None:
         """Assign every piece to a tier; raise DoesNotFit if a tier is too small."""
-        flats = list(_flats(units))
-        for flat, spec in zip(flats, place([flat.spec for flat in flats], self.placement, self._sizing), strict=True):
+        specs = place([flat.spec for flat in _flats(units)], self.placement, self._sizing)
+        for flat, spec in zip(_flats(units), specs, strict=True):
             flat.spec = spec
-        over = shortage(self.placement, self._needed(units, self.placement), self._tiers)
+        over = shortage(self.placement, self._needed(specs), self._tiers)
         if over:
             facts = "; ".join(f"{n}: {format_bytes(need)} needed, {format_bytes(has)} there" for n, need, has in over)
             raise DoesNotFit(f"it does not fit (each rank's share of the node): {facts}", self._nearest(units))
 
-    def _needed(self, units: list[Unit], placement: Placement) -> Counter[str]:
-        """Return the bytes that a placement of all pieces needs on each tier."""
+    def _needed(self, specs: list[FlatSpec]) -> Counter[str]:
+        """Return the bytes that placed flats need on each tier."""
         needed: Counter[str] = Counter()
-        for spec in place([flat.spec for flat in _flats(units)], placement, self._sizing):
+        for spec in specs:
             for kind, nbytes in spec.pieces(self._sizing).items():
                 needed[spec.tiers[kind]] += nbytes
         return needed
@@ -162,7 +162,8 @@ class Builder:
             for moved in (["optimizer"], ["optimizer", "parameters"], kinds):
                 shares = dict(self.placement.shares) | {kind: (Share(tier),) for kind in moved if kind in kinds}
                 other = Placement(shares)
-                if not shortage(other, self._needed(units, other), self._tiers):
+                specs = place([flat.spec for flat in _flats(units)], other, self._sizing)
+                if not shortage(other, self._needed(specs), self._tiers):
                     short = {"parameters": "params", "gradients": "grads", "dram": "cpu"}
                     now = {k: "+".join(short.get(s.tier, s.tier) for s in self.placement.of(k)) for k in kinds}
                     text = ",".join(f"{short.get(k, k)}={word if k in moved else now[k]}" for k in kinds)

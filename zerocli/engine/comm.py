@@ -40,6 +40,15 @@ SENT = frozenset(
 """Dtypes that gloo and NCCL move as they are."""
 
 
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or its bytes if backends do not move its dtype; for collectives that do not add."""
+    return tensor if tensor.dtype in SENT else tensor.view(-1).view(torch.uint8)
+
+
+def _gather_any(full: torch.Tensor, shard: torch.Tensor, **how: Any) -> Any:
+    return _all_gather(_sendable(full), _sendable(shard), **how)
+
+
 def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return gloo over the ranks of a group, apart from the group's own collectives. Collective.
 
@@ -164,8 +173,8 @@ class Collectives:
         # Only a CPU needs the future. On a GPU torch makes the current stream wait for the collective, not the host: an
         # event recorded next marks its end.
         self._async = device.type == "cpu"
-        self._issuer = group
-        """The group that issues the collectives."""
+        self.issuer = group
+        """The group that issues the collectives: this one, or another one of the same ranks."""
         self.nbytes: Counter[str] = Counter()
         self.issued = 0
         """Number of collectives issued. All ranks issue the same ones in the same order, so a lower number is late."""
@@ -200,10 +209,6 @@ class Collectives:
                 raise lost from error
             raise
 
-    def issue_by(self, group: dist.ProcessGroup) -> None:
-        """Issue collectives from now on by another group of the same ranks."""
-        self._issuer = group
-
     @classmethod
     def alone(cls, device: torch.device) -> Collectives:
         """Return the collectives of a group of only this rank."""
@@ -216,21 +221,21 @@ class Collectives:
         return Pending(None, StreamEvent(self.device))
 
     def _issue(
-        self, kind: str, what: str, nbytes: int, function: Callable[..., Any], *tensors: torch.Tensor
+        self, kind: str, what: str, nbytes: int, function: Callable[..., Any], into: torch.Tensor, *source: torch.Tensor
     ) -> Pending:
-        """Issue one of torch's collectives on these tensors, and count its bytes."""
+        """Issue one of torch's collectives, which writes `into`, and count its bytes; one rank alone copies."""
+        if self.world == 1:
+            for each in source:
+                if each.data_ptr() != into.data_ptr():
+                    into.copy_(each)
+            return self.reached()
+        self._require_dense(into, *source)
         self.nbytes[kind] += nbytes
         with self._noted(kind, what, nbytes) as entry:
-            work = function(*tensors, group=self._issuer, async_op=self._async)
-            # On a GPU torch gives no work: an event marks the end.
-            reached = None if self._async else StreamEvent(self.device)
-            pending = entry.pending = Pending(work, reached, str(entry), self._events)
+            work = function(into, *source, group=self.issuer, async_op=self._async)
+            ends = (work, None) if self._async else (None, StreamEvent(self.device))
+            pending = entry.pending = Pending(*ends, str(entry), self._events)
         return pending
-
-    @staticmethod
-    def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or its bytes if backends do not move its dtype; for collectives that do not add."""
-        return tensor if tensor.dtype in SENT else tensor.view(-1).view(torch.uint8)
 
     def _require_dense(self, *tensors: torch.Tensor) -> None:
         """Raise ValueError for a tensor with gaps or repeated elements: backends read its bytes as if it had none."""
@@ -241,27 +246,14 @@ class Collectives:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Fill `full` with every rank's shard in rank order; `shard` may be this rank's slice of `full`."""
-        if self.world == 1:
-            if full.data_ptr() != shard.data_ptr():
-                full.copy_(shard)
-            return self.reached()
-        self._require_dense(full, shard)
-        return self._issue("all_gather", what, full.nbytes, _all_gather, *map(self._sendable, (full, shard)))
+        return self._issue("all_gather", what, full.nbytes, _gather_any, full, shard)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
         """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`."""
-        if self.world == 1:
-            if full.data_ptr() != shard.data_ptr():
-                shard.copy_(full)
-            return self.reached()
-        self._require_dense(shard, full)
         return self._issue("reduce_scatter", what, full.nbytes, _reduce_scatter, shard, full)
 
     def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
         """Sum `tensor` over the ranks in place."""
-        if self.world == 1:
-            return self.reached()
-        self._require_dense(tensor)
         return self._issue("all_reduce", what, 2 * tensor.nbytes, dist.all_reduce, tensor)
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -277,7 +269,7 @@ class Collectives:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("all_reduce", ""):
-                dist.all_reduce(tensor, operation, group=self._issuer)
+                dist.all_reduce(tensor, operation, group=self.issuer)
         return tensor
 
     def alike(self, number: int) -> torch.Tensor:
@@ -294,7 +286,7 @@ class Collectives:
             return everyone.copy_(tensor)
         self.nbytes["control"] += everyone.nbytes
         with self._noted("all_gather", ""):
-            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self._issuer)
+            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.issuer)
         return everyone
 
     def send(self, rows: list[torch.Tensor], mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> Issued:
@@ -335,7 +327,7 @@ class Collectives:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("broadcast", ""):
-                dist.broadcast(self._sendable(tensor), group=self._issuer, group_src=0)
+                dist.broadcast(_sendable(tensor), group=self.issuer, group_src=0)
         return tensor
 
     def take_nbytes(self) -> dict[str, int]:

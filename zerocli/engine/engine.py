@@ -526,18 +526,18 @@ class Engine:
         if edited:
             refuse_different(self.flats(), edited, self.collectives)
 
-    def meet(self, call: str, *key: object) -> None:
-        """Return when all ranks make this call with this key; refused on all ranks if they make different ones."""
-        self._meet(call, key)
+    def meet(self, call: str, *key: object, bits: Callable[[], int] = lambda: 0) -> int:
+        """Return when all ranks make this call with this key; refused on all ranks if they make different ones.
 
-    def _meet(self, call: str, key: tuple[object, ...], bits: Callable[[], int] = lambda: 0) -> int:
+        Returns the `bits` that any rank has set.
+        """
         if self._closed:
             raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
         return self.agreement.meet(call, lambda: key, lambda: f"called {call}({', '.join(map(str, key))})", bits)
 
     def _meet_and_synchronize(self, call: str, *key: object, writes: bool = False) -> None:
         """Meet for a call that reads all parameters, or `writes` them."""
-        edited = self._meet(call, key) if writes else self._meet(call, key, self._may_differ)
+        edited = self.meet(call, *key) if writes else self.meet(call, *key, bits=self._may_differ)
         self.synchronize()
         self._refuse_different(edited)
 

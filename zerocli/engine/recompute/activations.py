@@ -119,7 +119,7 @@ class Activations:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
         computed.clear()  # the hooks may live as long as the graph
-        if inputs != _versions(leaves):
+        if inputs != {_place(leaf): leaf._version for leaf in leaves if _is_computed(leaf)}:
             raise Refused(
                 f"{name} changes its input in place, so it cannot be recomputed from it: change a copy, or exclude the "
                 "block with shard(..., recompute=...)"
@@ -227,16 +227,8 @@ class Activations:
         arrival.gather.wait()
 
 
-_Place = tuple[int, torch.Size, tuple[int, ...]]
-
-
-def _place(tensor: torch.Tensor) -> _Place:
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.size(), tensor.stride()
-
-
-def _versions(leaves: Sequence[Any]) -> dict[_Place, int]:
-    """Return the version counter of each computed input, by address, size and stride."""
-    return {_place(leaf): leaf._version for leaf in leaves if _is_computed(leaf)}
 
 
 def _is_computed(leaf: Any) -> bool:

@@ -97,8 +97,8 @@ class CompiledFunction:
     def __init__(
         self, forward: Callable[..., Any], recompute: str, fullgraph: bool, backend: Backend, device: torch.device
     ) -> None:
-        function = _with_own_code(_HOW[recompute](forward))
-        self._function = torch.compile(function, backend=backend, fullgraph=fullgraph)
+        function = _calling(forward) if recompute == NOT else _recomputing(forward, recompute == SELECTIVE)
+        self._function = torch.compile(_with_own_code(function), backend=backend, fullgraph=fullgraph)
         self._device = device
         self._proven = False
         self.failure = ""
@@ -285,27 +285,16 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
     return block
 
 
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     def block(*args: Any, **kwargs: Any) -> Any:
         def inner() -> Any:  # without arguments: a block's own may be named like those of checkpoint
             return forward(*args, **kwargs)
 
+        if selective:
+            return checkpoint(inner, use_reentrant=False, context_fn=compiled_contexts)
         return checkpoint(inner, use_reentrant=False)
 
     return block
-
-
-def _recomputing_selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def block(*args: Any, **kwargs: Any) -> Any:
-        def inner() -> Any:
-            return forward(*args, **kwargs)
-
-        return checkpoint(inner, use_reentrant=False, context_fn=compiled_contexts)
-
-    return block
-
-
-_HOW = {NOT: _calling, WHOLE: _recomputing, SELECTIVE: _recomputing_selectively}
 
 
 def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -124,7 +124,6 @@ class ReachableState:
         """
         if self._pure:
             return Seen([], [], {}, [], [], [], [])
-        training = [module.training for module in self._own]
         if self.careful:
             reach = Reach(self._modules)
             self._places, self._buffers = reach.places, reach.buffers
@@ -144,7 +143,7 @@ class ReachableState:
         versions += [(d, k, t, version(t)) for d, k in self._still for t in leaves(d.get(k)) if _is_plain(t)]
         generators = _states() if self._draws or self.careful else []
         lengths = [(each, len(each)) for d, key in self._steady for each in containers(d.get(key))]
-        return Seen(dicts, versions, copies, training, generators, lengths, positions)
+        return Seen(dicts, versions, copies, self._mode, generators, lengths, positions)
 
     def _refresh(self) -> None:
         for each in self._places:

@@ -133,7 +133,10 @@ class KeptOutputs:
                 with self._counting(), mode:
                     yield
                 self._recorded = True
-                self._drop_last()
+                # Outputs that were made after the last tensor was saved: recomputation stops before them.
+                for output in self._outputs:
+                    if output.num_saved >= self._num_saved:
+                        output.value = None
         finally:
             self._runs, self._storages = False, {}
             _running.pop()
@@ -174,12 +177,6 @@ class KeptOutputs:
 
     def _forget(self, output: _Output) -> None:
         self._storages = {storage: each for storage, each in self._storages.items() if each is not output}
-
-    def _drop_last(self) -> None:
-        """Drop outputs that were made after the last tensor was saved: recomputation stops before them."""
-        for output in self._outputs:
-            if output.num_saved >= self._num_saved:
-                output.value = None
 
     def _replay(self, operation: Any, args: Any, kwargs: Any) -> Any:
         if self._paused or operation not in EXPENSIVE:

@@ -224,8 +224,9 @@ class Reducer:
             self.norms.measure_on_device()  # offloaded gradients were measured as they were written
             self._held.clear()
         self.active, self.reduced = False, self._last or self._reduces_each_pass
-        if not self._ordered_by_use:
-            self._adopt_order()
+        if not self._ordered_by_use:  # that in which rank 0's first backward completed the units
+            completed = [self._flats.index(flat) for flat in self._completed.values()]
+            self.adopt(self._collectives.broadcast_indices(completed))
 
     def finish_early(self) -> None:
         """End the step's accumulation early: do the reductions and norms that wait for the last micro-step."""
@@ -255,11 +256,6 @@ class Reducer:
         self._reductions.abandon()
         self.free_grads()
         self.active = False
-
-    def _adopt_order(self) -> None:
-        """Adopt the order in which rank 0's first backward completed the units as the launch order."""
-        completed = [self._flats.index(flat) for flat in self._completed.values()]
-        self.adopt(self._collectives.broadcast_indices(completed))
 
     def order(self) -> list[int] | None:
         """Return the launch order as indices of flats; None before the first backward."""

@@ -63,9 +63,8 @@ class SavedViews:
 
     def __init__(self, gatherer: Gatherer) -> None:
         self._gatherer = gatherer
-        self._hooks: list[tuple[Any, Any]] = []
-        self._outer_hooks: list[Any] = []
-        """Of each of `_hooks`, the hooks that were active before, or None."""
+        self._hooks: dict[int, Any] = {}
+        """The hooks that were active before ours, or None, by the id of our `pack`."""
 
     def locate(self, tensor: torch.Tensor) -> SavedView | None:
         """Return the position of `tensor` in its flat if it is a view of a gather buffer, else None."""
@@ -107,7 +106,7 @@ class SavedViews:
             return NOTHING
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # Ours may be on top already, of the unit around this one.
-        return NOTHING if outer is not None and outer in self._hooks else self._saving(outer)
+        return NOTHING if outer is not None and id(outer[0]) in self._hooks else self._saving(outer)
 
     @contextlib.contextmanager
     def _saving(self, outer: Any) -> Iterator[None]:
@@ -126,8 +125,7 @@ class SavedViews:
                 return self.resolve(packed)
             return packed if outer_unpack is None else outer_unpack(packed)
 
-        self._hooks.append((pack, unpack))
-        self._outer_hooks.append(outer)
+        self._hooks[id(pack)] = outer
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield
@@ -136,14 +134,13 @@ class SavedViews:
                 raise Refused(_NO_HOOKS) from error
             raise
         finally:
-            self._hooks.pop()
-            self._outer_hooks.pop()
+            del self._hooks[id(pack)]
 
     def inside_checkpoint(self) -> bool:
         """Whether a checkpoint of torch's, around the units that run now, keeps what autograd saves."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top in self._hooks:
-            top = self._outer_hooks[self._hooks.index(top)]
+        if top is not None and id(top[0]) in self._hooks:
+            top = self._hooks[id(top[0])]
         return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
