@@ -233,8 +233,8 @@ class Collectives:
         self.nbytes[kind] += nbytes
         with self._noted(kind, what, nbytes) as entry:
             work = function(into, *source, group=self.issuer, async_op=self._async)
-            ends = (work, None) if self._async else (None, StreamEvent(self.device))
-            pending = entry.pending = Pending(*ends, str(entry), self._events)
+            work, reached = (work, None) if self._async else (None, StreamEvent(self.device))
+            pending = entry.pending = Pending(work, reached, str(entry), self._events)
         return pending
 
     def _require_dense(self, *tensors: torch.Tensor) -> None:

@@ -270,9 +270,7 @@ class Engine:
 
     def open_activations(self, recomputed: Mapping[Unit, bool]) -> None:
         """Make what keeps the inputs of recomputed units, on the tiers of the placement."""
-        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
-        equal = self.tensor_parallel if self.settings.partition_activations else Collectives.alone(self.device)
-        self.activations = Activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
+        self.activations = Activations(self, len(recomputed))
 
     # -- forward and backward --------------------------------------------------------------------------------------
 

@@ -15,18 +15,20 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload import ACTIVATIONS, HBM, Placement
+from offload import ACTIVATIONS, HBM
 from offload.stack import Saved, Stack
-from offload.tierset import TierSet
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives, Pending
-from zerocli.engine.streams import SideStream, Waits
+from zerocli.engine.streams import SideStream
 from zerocli.errors import Refused
 from zerocli.layout.shards import Span
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 
 @dataclass(eq=False)
@@ -53,18 +55,16 @@ class Checkpoint:
 
 
 class Activations:
-    """Keeps the inputs of at most `most` recomputed blocks at a time, on the tiers of the placement.
+    """Keeps the inputs of at most `most` recomputed blocks at a time, on the tiers of the placement."""
 
-    `group` is the ranks that partition equal inputs (one: no partition).
-    """
-
-    def __init__(
-        self, most: int, placement: Placement, tiers: TierSet, group: Collectives, device: torch.device, waits: Waits
-    ) -> None:
-        about = (placement.of(ACTIVATIONS), most, tiers.traffic, tiers.verifier)
+    def __init__(self, engine: Engine, most: int) -> None:
+        tiers = engine.tiers
+        about = (engine.placement.of(ACTIVATIONS), most, tiers.traffic, tiers.verifier)
         self.stack = Stack(lambda name: tiers.open(name, ACTIVATIONS), *about)
-        self._group, self._device, self._waits = group, device, waits
-        self._side = SideStream(device)
+        self._device, self._waits, self._side = engine.device, engine.waits, SideStream(engine.device)
+        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
+        parted = engine.settings.partition_activations
+        self._group = engine.tensor_parallel if parted else Collectives.alone(engine.device)
         self._order: list[weakref.ref[Checkpoint]] = []
         """Live checkpoints, in forward order."""
         self._kept: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[Checkpoint]]] = {}

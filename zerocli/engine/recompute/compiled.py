@@ -189,7 +189,11 @@ class CompiledBlocks:
             forward = getattr(body, "__func__", body)
             self._functions = {key: value for key, value in self._functions.items() if key[0] is not forward}
             raise
-        self._explain(unit, body)
+        function, name = self._function(unit, body, fullgraph=False, recompute=NOT), type(unit.module).__name__
+        if function.failure:
+            self._notes.setdefault(f"{name} runs eagerly, it cannot be compiled: {function.failure}")
+        elif function.full:
+            self._notes.setdefault(f"{name} runs eagerly at times: it needs more graphs than torch's recompile_limit")
         return output
 
     def attempt(
@@ -226,15 +230,6 @@ class CompiledBlocks:
         if key not in self._functions:
             self._functions[key] = CompiledFunction(forward, recompute, fullgraph, self._backend, self._device)
         return self._functions[key]
-
-    def _explain(self, unit: Unit, body: Callable[..., Any]) -> None:
-        """Note why a call of a unit was eager."""
-        function = self._function(unit, body, fullgraph=False, recompute=NOT)
-        name = type(unit.module).__name__
-        if function.failure:
-            self._notes.setdefault(f"{name} runs eagerly, it cannot be compiled: {function.failure}")
-        elif function.full:
-            self._notes.setdefault(f"{name} runs eagerly at times: it needs more graphs than torch's recompile_limit")
 
 
 @functools.cache

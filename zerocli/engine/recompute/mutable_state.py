@@ -35,7 +35,7 @@ _MOST = 5_000
 class Reach:
     """The places where the code of modules keeps state: dictionaries, or views that are set like them."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], num_own: int) -> None:
         self.places: list[dict[str, Any]] = []
         self.buffers: list[dict[str, Any]] = []
         self._seen: dict[Any, Any] = {}
@@ -44,8 +44,8 @@ class Reach:
         """Variables of each module of Python that functions name."""
         self._next: deque[Any] = deque()
         """What is to be visited, the nearest first: there may be more objects than the search takes."""
-        self.first_drawing = len(modules)
-        """Position of the first module whose code names a global random generator."""
+        self._num_own, self.draws = num_own, False
+        """Whether the code of the first `num_own` modules names a global random generator."""
         for self._at, module in enumerate(modules):
             self._module(module)
             while self._next:
@@ -79,8 +79,7 @@ class Reach:
             self._object(value)
 
     def _note_drawing(self, draws: bool) -> None:
-        if draws:
-            self.first_drawing = min(self.first_drawing, self._at)
+        self.draws = self.draws or (draws and self._at < self._num_own)
 
     def _all(self, values: Any) -> None:
         """Visit these later; not at once, because a chain of objects is as deep as it is long."""

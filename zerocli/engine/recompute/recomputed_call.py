@@ -125,9 +125,9 @@ class ReachableState:
         if self._pure:
             return Seen([], [], {}, [], [], [], [])
         if self.careful:
-            reach = Reach(self._modules)
+            reach = Reach(self._modules, len(self._own))
             self._places, self._buffers = reach.places, reach.buffers
-            self._draws = self._draws or reach.first_drawing < len(self._own)
+            self._draws = self._draws or reach.draws
         self._refresh()
         dicts = [(d, dict(d)) for d in (*self._places, *self._buffers)]
         positions = []

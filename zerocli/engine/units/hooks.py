@@ -318,8 +318,7 @@ class Hooks:
 
     def abandon(self) -> None:
         """Drop the tracked calls after a failed backward."""
-        self._backward_units.clear()
-        self.ends.clear()
+        self.end_backward(retained=False)
         self._open.clear()
         self._unsure.update(unit.index for unit in self.engine.units)  # until the step ends
 
