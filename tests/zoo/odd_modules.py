@@ -186,7 +186,7 @@ def wrapped(run):
     run.train(run.shard(nn.parallel.DistributedDataParallel(model) if run.sharded else model), 1)
 
 
-@case("odd-fully-sharded", below3=refused("DTensor"), at3=refused("DTensor"))
+@case("odd-fully-sharded", below3=refused("DTensor", "fully_shard"), at3=refused("DTensor", "fully_shard"))
 def fully_sharded(run):
     model = run.build(Stack)
     if run.sharded:

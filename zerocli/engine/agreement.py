@@ -41,8 +41,6 @@ from zerocli.ranks.words import said_of
 
 if TYPE_CHECKING:
     from zerocli.engine.engine import Engine
-    from zerocli.engine.units.gather import Gatherer
-    from zerocli.engine.units.reduce import Reducer
     from zerocli.engine.units.unit import Flat
 
 FORWARD = -1
@@ -64,8 +62,6 @@ class Member:
         self.title, self.slot = title, 0
         self.agreement: Agreement | None = None
         """The agreement for the engine's current flats; None before they are made, and once the engine is closed."""
-        self.passes: Any = None
-        """The engine's backward passes: see backward.py."""
 
 
 class Channel:
@@ -100,12 +96,13 @@ class Channel:
         """Number of engines over these ranks; changes only when one is made, at the same point on all ranks."""
         return len(self._members)
 
-    def _enter(self, member: Member, collectives: Collectives) -> None:
-        """Give an engine a slot, the same on all ranks. Collective."""
-        dead = [float(self.member(slot) is None) for slot in range(self.num_slots)]
-        mine = torch.tensor([1.0, *dead])
+    def meet_to_shard(self, member: Member, collectives: Collectives, number: int, say: Callable[[], str]) -> None:
+        """Give an engine a slot, the same on all ranks, once all shard the same model in the same way. Collective."""
+        call = "zerocli.shard"
+        self.meet((MEETING, -1, _code(call), number, 0), collectives, call, say, member.title)
+        dead = [float(self.agreement(slot) is None) for slot in range(self.num_slots)]
         # Python frees an engine at another time on each rank: a slot is free if its engine is gone on all of them.
-        free = self.gather(mine, collectives).all(0).tolist()
+        free = self.gather(torch.tensor([1.0, *dead]), collectives).all(0).tolist()
         self._members = [None if gone else ref for ref, gone in zip(self._members, free[1:], strict=True)]
         while self._members and self._members[-1] is None:
             self._members.pop()
@@ -115,11 +112,11 @@ class Channel:
         self._members[member.slot] = weakref.ref(member)
         self._resize()
 
-    def member(self, slot: int) -> Member | None:
-        """Return the engine in a slot; None if that engine is gone or closed on this rank."""
+    def agreement(self, slot: int) -> Agreement | None:
+        """Return the agreement of the engine in a slot; None if that engine is gone or closed on this rank."""
         found = self._members[slot]
         member = found() if found is not None else None
-        return member if member is not None and member.agreement is not None else None
+        return member.agreement if member is not None else None
 
     def _resize(self) -> None:
         width = _READY + self.num_slots
@@ -137,8 +134,8 @@ class Channel:
         return self._receive(self._send(row, collectives, about), collectives)
 
     def _send(self, row: tuple[int, ...], collectives: Collectives, about: tuple[str, str]) -> Issued:
-        members = [self.member(slot) for slot in range(self.num_slots)]
-        ready = [each.agreement.ready() if each is not None and each.agreement is not None else 0 for each in members]
+        agreements = [self.agreement(slot) for slot in range(self.num_slots)]
+        ready = [each.reducer.ready if each is not None else 0 for each in agreements]
         self._said[:] = (*row, *ready)
         return collectives.send(self._rows, self._mine, self.gloo, *about)
 
@@ -146,9 +143,8 @@ class Channel:
         collectives.receive(sent)
         rows: list[list[int]] = self._everyone.tolist()
         for slot in range(self.num_slots):
-            member = self.member(slot)
-            if member is not None and member.agreement is not None:
-                member.agreement.launch(min(each[_READY + slot] for each in rows))
+            if (agreement := self.agreement(slot)) is not None:
+                agreement.reducer.launch(min(each[_READY + slot] for each in rows))
         return rows
 
     def begin(
@@ -189,24 +185,15 @@ class Channel:
                 break
         if len({tuple(each[_SLOT:_DETAIL]) for each in rows}) > 1:
             several = len({each[_SLOT] for each in rows}) > 1
-            said = self.words(f"{say()} ({title}, engine {row[_SLOT]})" if several else say(), collectives)
+            mine = f"{say()} ({title}, engine {row[_SLOT]})" if several else say()
+            said = gather_json(mine, lambda tensor: self.gather(tensor, collectives))
             if call != _FAILED:
-                raise self._differing(said)
+                facts = said_of(dict(zip(self.ranks, said, strict=True)), ", ")
+                raise Disagreed(
+                    f"the ranks do not make the same calls: {facts}. Every rank must call backward, step and the "
+                    "engine's other collective methods equally often, in the same order"
+                )
         return rows
-
-    def _differing(self, said: list[str]) -> Disagreed:
-        """Return the error that names what each rank calls."""
-        facts = said_of(dict(zip(self.ranks, said, strict=True)), ", ")
-        return Disagreed(
-            f"the ranks do not make the same calls: {facts}. Every rank must call backward, step and the engine's "
-            "other collective methods equally often, in the same order"
-        )
-
-    def meet_to_shard(self, member: Member, collectives: Collectives, number: int, say: Callable[[], str]) -> None:
-        """Give an engine its slot once all ranks shard the same model in the same way. Collective."""
-        row = (MEETING, -1, _code("zerocli.shard"), number, 0)
-        self.meet(row, collectives, "zerocli.shard", say, member.title)
-        self._enter(member, collectives)
 
     def gather(self, tensor: torch.Tensor, collectives: Collectives) -> torch.Tensor:
         """Return every rank's copy of a small tensor on the CPU, stacked in rank order. Collective."""
@@ -218,39 +205,55 @@ class Channel:
     def join(self, want: int) -> None:
         """Take part in a gather that another rank needs."""
         slot, place = want >> 32, want & 0xFFFFFFFF
-        member = self.member(slot)
-        if member is None or member.agreement is None:
+        if (agreement := self.agreement(slot)) is None:
             raise Disagreed("another rank runs a model whose engine is closed on this rank: close it on all ranks")
-        member.agreement.join(place)
+        agreement.join(place)
 
-    def words(self, text: str, collectives: Collectives) -> list[str]:
-        """Return every rank's text. Collective."""
-        found: list[str] = gather_json(text, lambda tensor: self.gather(tensor, collectives))
-        return found
+
+_COMPARED = (
+    *("stage", "shard_ranks", "shard_states", "offload", "precision", "accumulate", "clip", "reduce", "lr"),
+    *("weight_decay", "seed"),
+)
+"""Settings that must be equal on all ranks."""
+
+
+def open_channel(engine: Engine) -> Channel | None:
+    """Return the channel between the ranks, with a slot for the engine; None where ranks do not exchange messages.
+
+    All ranks must shard with equal settings. Whether the models are alike is compared where they are built: see
+    `refuse_different_models`. Collective.
+    """
+    collectives, settings = engine.collectives, engine.settings
+    if collectives.world == 1 or not (settings.uneven or collectives.backend == "gloo"):
+        return None
+    channel = Channel.of(collectives)
+    if collectives.device.type == "cpu" and settings.uneven is not False:
+        # With messages and collectives in one group, neither runs beside the other on the processor that computes.
+        # Without messages before each gather, ranks may gather differently: then messages need a group of their own.
+        collectives.issuer = channel.gloo
+    given = {name: getattr(settings, name) for name in _COMPARED}
+    plain = {name: value for name, value in given.items() if isinstance(value, int | float | str | None)}
+    words = ", ".join(f"{name}={value!r}" for name, value in plain.items())
+    say = f"shards {engine.member.title} with {words}"
+    channel.meet_to_shard(engine.member, collectives, _code(words), lambda: say)
+    return channel
 
 
 class Agreement:
     """One engine's side of the channel; without a channel all ranks are assumed to need and call the same."""
 
-    def __init__(self, engine: Engine, flats: list[Flat], gatherer: Gatherer, reducer: Reducer, active: bool) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._collectives, self._waits = engine.collectives, engine.waits
-        self.channel, self._member = engine.channel, engine.member
-        self._flats, self._gatherer, self._reducer = flats, gatherer, reducer
-        self.active = active
+        self.channel, self._member, self.passes = engine.channel, engine.member, engine.passes
+        self._flats, self._gatherer, self.reducer = list(engine.flats()), engine.gatherer, engine.reducer
+        self._places = {id(flat): place for place, flat in enumerate(self._flats)}
+        self.active = engine.agrees
         """Whether ranks exchange what they need before each gather."""
         self._trace: list[int] = []
         """The flats gathered in this step, in order."""
         self._suspect: tuple[Readback, list[int]] | None = None
         """Whether ranks differed in the last step (on its way to the host), and this rank's trace."""
         self._member.agreement = self
-
-    def ready(self) -> int:
-        """Return how many flats this rank is ready to reduce."""
-        return self._reducer.ready
-
-    def launch(self, number: int) -> None:
-        """Launch reductions until this many flats are reduced."""
-        self._reducer.launch(number)
 
     def join(self, place: int) -> None:
         """Take part in the gather of a flat."""
@@ -260,10 +263,14 @@ class Agreement:
         """Return (kind, what) of the collective being prepared: the gather of the flat at `place`, or a reduction."""
         if place >= 0:
             return "all_gather", f"parameters of {self._flats[place].unit.title}"
-        flat = self._reducer.newest
+        flat = self.reducer.newest
         return ("reduce_scatter", f"gradients of {flat.unit.title}") if flat is not None else ("all_gather", "")
 
     # -- gathers ---------------------------------------------------------------------------------------------------
+
+    def agree_on(self, flat: Flat) -> None:
+        """Return when all ranks are about to gather the flat."""
+        self.agree(self._places[id(flat)])
 
     def agree(self, want: int) -> None:
         """Return when all ranks are about to gather the flat `want`, or as FORWARD and NOTHING describe."""
@@ -288,11 +295,7 @@ class Agreement:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def meet(
-        self,
-        call: str,
-        key: Callable[[], object] = lambda: None,
-        say: Callable[[], str] | None = None,
-        bits: Callable[[], int] = lambda: 0,
+        self, call: str, key: Callable[[], object], say: Callable[[], str], bits: Callable[[], int] = lambda: 0
     ) -> int:
         """Return when all ranks make this call of this engine with this key; else raise Disagreed on all of them.
 
@@ -300,7 +303,7 @@ class Agreement:
         """
         if self.channel is None:
             return 0
-        rows = self._meet(call, _code(repr(key())), bits(), say or (lambda: f"called {call}"))
+        rows = self._meet(call, _code(repr(key())), bits(), say)
         return functools.reduce(operator.or_, (row[_DETAIL] for row in rows), 0)
 
     def announce_pass(self, made: int) -> None:

@@ -20,12 +20,14 @@ from zerocli.engine.states import materialise
 from zerocli.engine.states.buffers import place_buffers
 from zerocli.engine.states.named import given, load_buffers
 from zerocli.engine.units.codecs import encode
-from zerocli.engine.units.divide import build_flats, claim_parameters, find_units, repeated_units
+from zerocli.engine.units.divide import claim_parameters, find_units, repeated_units
 from zerocli.engine.units.master import REMAINDER, narrow, split
 from zerocli.engine.units.unit import MASTER, REPLICATED, Flat, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import gradient_arenas, gradients
-from zerocli.layout.flats import place
+from zerocli.layout.codecs import is_encoded
+from zerocli.layout.flats import FlatSpec, align_of, flat_spec, place
+from zerocli.layout.shards import lay_out
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.startup import STARTUP
 
@@ -97,11 +99,29 @@ class Builder:
     def lay_out(
         self, unit: Unit, named: Sequence[tuple[str, nn.Parameter]], trains: Callable[[nn.Parameter], bool]
     ) -> None:
-        """Lay out a unit's parameters in flats, trainable and frozen ones separately; allocates nothing."""
-        codec = self._settings.codec if unit.index in self._blocks else ""
-        about = (self._group_of, self._dtype_of, trains, self._sizing.stage, self._shards)
-        base = self._settings.loaded_base
-        build_flats(unit, named, *about, codec, base.holds if base is not None else lambda name: True)
+        """Lay out a unit's parameters in flats for this rank, by what trains, dtype and codec; allocates nothing.
+
+        Frozen matrices of repeated blocks are encoded, if a codec is given; beside a base that is loaded, only its own.
+        """
+        codec, base = self._settings.codec if unit.index in self._blocks else "", self._settings.loaded_base
+        kinds: dict[tuple[bool, torch.dtype, str], list[tuple[str, nn.Parameter]]] = {}
+        for name, p in named:
+            if trains(p) and not p.dtype.is_floating_point:
+                raise Refused(
+                    f"{name} is {p.dtype}: only real floating-point parameters can be trained; keep a complex one as a "
+                    "real tensor of shape (..., 2) and use torch.view_as_complex in forward"
+                )
+            dtype, frozen = self._dtype_of(name, p), not trains(p)
+            real = dtype.is_floating_point and dtype.itemsize > 1
+            encoded = frozen and real and is_encoded(name, tuple(p.shape)) and (base is None or base.holds(name))
+            kinds.setdefault((not frozen, dtype, codec if encoded else ""), []).append((name, p))
+        world, rank, stage = self._shards.world, self._shards.rank, self._sizing.stage
+        for (trainable, dtype, used), members in kinds.items():
+            places = [(n, tuple(p.shape), self._group_of(n, p) if trainable else 0) for n, p in members]
+            layout, by_name = lay_out(places, world, align_of(used)), dict(members)
+            ordered = [by_name[entry.name] for entry in layout.entries]
+            spec = flat_spec(unit.name or "rest", layout, dtype.itemsize, stage, world, rank, trainable, used)
+            unit.flats.append(Flat(unit, spec, ordered, dtype))
 
     def _dtype_of(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """Return a parameter's compute dtype: fp32 if the user asked to keep it so, else the precision's."""
@@ -117,25 +137,22 @@ class Builder:
             return torch.float32
         return self._compute
 
-    def _grad_dtype(self, flat: Flat) -> torch.dtype:
-        return flat.dtype if self._sizing.grad_width(flat.spec.width) == flat.spec.width else torch.float32
-
     # -- where things go -------------------------------------------------------------------------------------------
 
     def _preflight(self, units: list[Unit]) -> None:
         """Assign every piece to a tier; raise DoesNotFit if a tier is too small."""
-        flats = list(_flats(units))
-        for flat, spec in zip(flats, place([flat.spec for flat in flats], self.placement, self._sizing), strict=True):
+        specs = place([flat.spec for flat in _flats(units)], self.placement, self._sizing)
+        for flat, spec in zip(_flats(units), specs, strict=True):
             flat.spec = spec
-        over = shortage(self.placement, self._needed(units, self.placement), self._tiers)
+        over = shortage(self.placement, self._needed(specs), self._tiers)
         if over:
             facts = "; ".join(f"{n}: {format_bytes(need)} needed, {format_bytes(has)} there" for n, need, has in over)
             raise DoesNotFit(f"it does not fit (each rank's share of the node): {facts}", self._nearest(units))
 
-    def _needed(self, units: list[Unit], placement: Placement) -> Counter[str]:
-        """Return the bytes that a placement of all pieces needs on each tier."""
+    def _needed(self, specs: list[FlatSpec]) -> Counter[str]:
+        """Return the bytes that placed flats need on each tier."""
         needed: Counter[str] = Counter()
-        for spec in place([flat.spec for flat in _flats(units)], placement, self._sizing):
+        for spec in specs:
             for kind, nbytes in spec.pieces(self._sizing).items():
                 needed[spec.tiers[kind]] += nbytes
         return needed
@@ -147,14 +164,13 @@ class Builder:
             for moved in (["optimizer"], ["optimizer", "parameters"], kinds):
                 shares = dict(self.placement.shares) | {kind: (Share(tier),) for kind in moved if kind in kinds}
                 other = Placement(shares)
-                if not shortage(other, self._needed(units, other), self._tiers):
-                    short = {"parameters": "params", "gradients": "grads"}
-                    text = ",".join(f"{short.get(k, k)}={word if k in moved else self._word(k)}" for k in kinds)
+                specs = place([flat.spec for flat in _flats(units)], other, self._sizing)
+                if not shortage(other, self._needed(specs), self._tiers):
+                    short = {"parameters": "params", "gradients": "grads", "dram": "cpu"}
+                    now = {k: "+".join(short.get(s.tier, s.tier) for s in self.placement.of(k)) for k in kinds}
+                    text = ",".join(f"{short.get(k, k)}={word if k in moved else now[k]}" for k in kinds)
                     return f"--offload {text}"
         return "more ranks, or a larger machine"
-
-    def _word(self, kind: str) -> str:
-        return "+".join({"dram": "cpu"}.get(s.tier, s.tier) for s in self.placement.of(kind))
 
     def arrays(self, flat: Flat) -> dict[str, torch.dtype]:
         """Return the dtype of the master beside the parameters, if there is one, and of the states, by name."""
@@ -171,17 +187,15 @@ class Builder:
         def initialise() -> None:
             materialise.initialise_modules(self._model, flat, self._settings.seed, self._device)
 
+        # If all values of a flat are loaded next; beside a base, adapters have initial values of their own.
+        base = self._settings.loaded_base
+        empty = self._settings.empty and (base is None or all(base.holds(each.name) for each in flat.layout.entries))
         with torch.no_grad():
-            if self._starts_empty(flat) and all(id(parameter) in fresh for parameter in flat.parameters):
+            if empty and all(id(parameter) in fresh for parameter in flat.parameters):
                 self._place(flat, torch.zeros((), device=self._device).expand(flat.layout.total), empty=True)
                 return
             whole = materialise.whole_values(flat, fresh, initialise, self._collectives, self._device, self._given)
             self._place(flat, whole)
-
-    def _starts_empty(self, flat: Flat) -> bool:
-        """Whether all values of a flat are loaded next; beside a base, adapters have initial values of their own."""
-        base = self._settings.loaded_base
-        return self._settings.empty and (base is None or all(base.holds(each.name) for each in flat.layout.entries))
 
     def _place(self, flat: Flat, whole: torch.Tensor, empty: bool = False) -> None:
         """Place a flat's values and states; with `empty`, `whole` is one zero, expanded, and takes no memory."""
@@ -260,7 +274,9 @@ class Builder:
         """
         for flat in flats:
             STARTUP.move()
-            flat.gradient.dtype, flat.gradient.is_whole = self._grad_dtype(flat), not self._sizing.stage.gradients
+            as_computed = self._sizing.grad_width(flat.spec.width) == flat.spec.width
+            flat.gradient.dtype = flat.dtype if as_computed else torch.float32
+            flat.gradient.is_whole = not self._sizing.stage.gradients
             flat.gradient.stays = self._sizing.keep_gradients
             if flat.gradient.is_whole:
                 continue

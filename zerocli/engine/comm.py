@@ -11,7 +11,7 @@ import datetime
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +38,15 @@ SENT = frozenset(
     (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
 """Dtypes that gloo and NCCL move as they are."""
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or its bytes if backends do not move its dtype; for collectives that do not add."""
+    return tensor if tensor.dtype in SENT else tensor.view(-1).view(torch.uint8)
+
+
+def _gather_any(full: torch.Tensor, shard: torch.Tensor, **how: Any) -> Any:
+    return _all_gather(_sendable(full), _sendable(shard), **how)
 
 
 def separate_gloo_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -72,22 +81,19 @@ def subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     It is made once, as nothing destroys it: a communicator takes memory of the GPU, a gloo group threads.
     """
     made = _subgroups.setdefault(group, {})
-    if tuple(ranks) not in made:
-        made[tuple(ranks)] = _new_subgroup(group, ranks)
-    return made[tuple(ranks)]
-
-
-def _new_subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    """Make a group, not by `dist.new_group`, for the reason in `separate_gloo_group`."""
+    if tuple(ranks) in made:
+        return made[tuple(ranks)]
+    # Not by `dist.new_group`, for the reason in `separate_gloo_group`.
     number = _num_separate[group.group_name] = _num_separate[group.group_name] + 1
     known, store = dist.distributed_c10d._world, dist.distributed_c10d._get_process_group_store(group)
     backend, place = dist.distributed_c10d.Backend(known.pg_map[group][0]), ranks.index(dist.get_rank())
     name: Any = f"zerocli {number} of {group.group_name}, {len(ranks)} ranks from {ranks[0]}"
     about = (len(ranks), place, ranks, backend, store, name)
     limit = dist.distributed_c10d._get_default_timeout(backend)
-    made: dist.ProcessGroup = dist.distributed_c10d._new_process_group_helper(*about, timeout=limit)[0]
-    known.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
-    return made
+    found: dist.ProcessGroup = dist.distributed_c10d._new_process_group_helper(*about, timeout=limit)[0]
+    known.pg_group_ranks[found] = {rank: index for index, rank in enumerate(ranks)}
+    made[tuple(ranks)] = found
+    return found
 
 
 _num_separate: Counter[str] = Counter()
@@ -113,15 +119,13 @@ class Pending:
     def __init__(
         self, work: dist.Work | None, reached: StreamEvent | None, what: str = "a collective", events: Events = SILENT
     ) -> None:
-        self._work, self._reached = work, reached
+        self.work, self._reached = work, reached
+        """torch's handle; None on a GPU, and after `wait`."""
         self._what, self._events = what, events
         self.since: float | None = None
         """When the host began to wait for it (time.monotonic); None if it has not."""
-
-    @property
-    def work(self) -> dist.Work | None:
-        """Return torch's handle; None on a GPU, and after `wait`."""
-        return self._work
+        self.then: Callable[[], None] | None = None
+        """Makes the result of what has arrived; called by the first `wait`, which lets go of it."""
 
     @property
     def done(self) -> bool:
@@ -130,22 +134,25 @@ class Pending:
         torch's `is_completed` takes the work's lock with Python's lock held. Where torch's profiler runs, gloo's thread
         takes them in the other order when a collective ends.
         """
-        return self._work is None and (self._reached is None or self._reached.done)
+        return self.work is None and (self._reached is None or self._reached.done)
 
     def wait(self) -> None:
-        if self._work is not None:
+        if self.work is not None:
             self.since = time.monotonic()
             try:
                 with self._events.completion(self):
-                    self._work.wait()
+                    self.work.wait()
             except RuntimeError as error:
                 if (lost := severed(error, self._what)) is not None:
                     raise lost from error
                 raise
             finally:
-                self._work = None
+                self.work = None
         if self._reached is not None:
             self._reached.wait()
+        if self.then is not None:
+            then, self.then = self.then, None
+            then()
 
 
 class Collectives:
@@ -166,8 +173,8 @@ class Collectives:
         # Only a CPU needs the future. On a GPU torch makes the current stream wait for the collective, not the host: an
         # event recorded next marks its end.
         self._async = device.type == "cpu"
-        self._issuer = group
-        """The group that issues the collectives."""
+        self.issuer = group
+        """The group that issues the collectives: this one, or another one of the same ranks."""
         self.nbytes: Counter[str] = Counter()
         self.issued = 0
         """Number of collectives issued. All ranks issue the same ones in the same order, so a lower number is late."""
@@ -188,7 +195,7 @@ class Collectives:
         with self._ended_on_error(entry), self._events.collective(self, entry):
             yield entry
         if entry.pending is None:  # the host has waited for it, or the stream will
-            entry.pending = self._pending(None)
+            entry.pending = self.reached()
 
     @staticmethod
     @contextlib.contextmanager
@@ -202,10 +209,6 @@ class Collectives:
                 raise lost from error
             raise
 
-    def issue_by(self, group: dist.ProcessGroup) -> None:
-        """Issue collectives from now on by another group of the same ranks."""
-        self._issuer = group
-
     @classmethod
     def alone(cls, device: torch.device) -> Collectives:
         """Return the collectives of a group of only this rank."""
@@ -213,22 +216,26 @@ class Collectives:
         made.rank, made.world = 0, 1
         return made
 
-    def _pending(self, work: dist.Work | None, entry: Issued | None = None) -> Pending:
-        what = str(entry) if entry is not None else ""
-        return Pending(work if self._async else None, None if self._async else self.record_event(), what, self._events)
-
-    def record_event(self) -> StreamEvent:
-        """Record an event after the work issued on the current stream so far."""
-        return StreamEvent(self.device)
-
     def reached(self) -> Pending:
         """Return a Pending that completes with the work issued on the current stream so far."""
-        return self._pending(None)
+        return Pending(None, StreamEvent(self.device))
 
-    @staticmethod
-    def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or its bytes if backends do not move its dtype; for collectives that do not add."""
-        return tensor if tensor.dtype in SENT else tensor.view(-1).view(torch.uint8)
+    def _issue(
+        self, kind: str, what: str, nbytes: int, function: Callable[..., Any], into: torch.Tensor, *source: torch.Tensor
+    ) -> Pending:
+        """Issue one of torch's collectives, which writes `into`, and count its bytes; one rank alone copies."""
+        if self.world == 1:
+            for each in source:
+                if each.data_ptr() != into.data_ptr():
+                    into.copy_(each)
+            return self.reached()
+        self._require_dense(into, *source)
+        self.nbytes[kind] += nbytes
+        with self._noted(kind, what, nbytes) as entry:
+            work = function(into, *source, group=self.issuer, async_op=self._async)
+            work, reached = (work, None) if self._async else (None, StreamEvent(self.device))
+            pending = entry.pending = Pending(work, reached, str(entry), self._events)
+        return pending
 
     def _require_dense(self, *tensors: torch.Tensor) -> None:
         """Raise ValueError for a tensor with gaps or repeated elements: backends read its bytes as if it had none."""
@@ -239,42 +246,15 @@ class Collectives:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, what: str = "") -> Pending:
         """Fill `full` with every rank's shard in rank order; `shard` may be this rank's slice of `full`."""
-        if self.world == 1:
-            if full.data_ptr() != shard.data_ptr():
-                full.copy_(shard)
-            return self._pending(None)
-        self._require_dense(full, shard)
-        self.nbytes["all_gather"] += full.nbytes
-        with self._noted("all_gather", what, full.nbytes) as entry:
-            sent, received = self._sendable(shard), self._sendable(full)
-            work = _all_gather(received, sent, group=self._issuer, async_op=self._async)
-            pending = entry.pending = self._pending(work, entry)
-        return pending
+        return self._issue("all_gather", what, full.nbytes, _gather_any, full, shard)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, what: str = "") -> Pending:
         """Sum `full` over the ranks into each rank's `shard` of it; `shard` may be this rank's slice of `full`."""
-        if self.world == 1:
-            if full.data_ptr() != shard.data_ptr():
-                shard.copy_(full)
-            return self._pending(None)
-        self._require_dense(shard, full)
-        self.nbytes["reduce_scatter"] += full.nbytes
-        with self._noted("reduce_scatter", what, full.nbytes) as entry:
-            work = _reduce_scatter(shard, full, group=self._issuer, async_op=self._async)
-            pending = entry.pending = self._pending(work, entry)
-        return pending
+        return self._issue("reduce_scatter", what, full.nbytes, _reduce_scatter, shard, full)
 
     def all_reduce(self, tensor: torch.Tensor, what: str = "") -> Pending:
         """Sum `tensor` over the ranks in place."""
-        if self.world == 1:
-            return self._pending(None)
-        self._require_dense(tensor)
-        self.nbytes["all_reduce"] += 2 * tensor.nbytes
-        with self._noted("all_reduce", what, 2 * tensor.nbytes) as entry:
-            pending = entry.pending = self._pending(
-                dist.all_reduce(tensor, group=self._issuer, async_op=self._async), entry
-            )
-        return pending
+        return self._issue("all_reduce", what, 2 * tensor.nbytes, dist.all_reduce, tensor)
 
     def sum_control(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small tensor over the ranks in place, on the current stream; counted as control traffic."""
@@ -289,7 +269,7 @@ class Collectives:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("all_reduce", ""):
-                dist.all_reduce(tensor, operation, group=self._issuer)
+                dist.all_reduce(tensor, operation, group=self.issuer)
         return tensor
 
     def alike(self, number: int) -> torch.Tensor:
@@ -299,16 +279,14 @@ class Collectives:
         self.max_control(bounds)
         return (bounds[:1] == -bounds[1:]).float()
 
-    def gather_control(
-        self, tensor: torch.Tensor, kind: str = "all_gather", what: str = "", out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return every rank's copy of a small tensor, stacked in rank order; `kind` and `what` describe its purpose."""
-        everyone = tensor.new_empty((self.world, *tensor.shape)) if out is None else out
+    def gather_control(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return every rank's copy of a small tensor, stacked in rank order."""
+        everyone = tensor.new_empty((self.world, *tensor.shape))
         if self.world == 1:
             return everyone.copy_(tensor)
         self.nbytes["control"] += everyone.nbytes
-        with self._noted(kind, what):
-            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self._issuer)
+        with self._noted("all_gather", ""):
+            _all_gather(everyone.view(-1), tensor.reshape(-1), group=self.issuer)
         return everyone
 
     def send(self, rows: list[torch.Tensor], mine: torch.Tensor, gloo: Any, kind: str = "", what: str = "") -> Issued:
@@ -343,13 +321,13 @@ class Collectives:
             return indices
         return self.broadcast(torch.tensor(indices, dtype=torch.int64, device=self.device)).tolist()
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrite `tensor` with rank `source`'s. For use outside training steps."""
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Overwrite `tensor` with rank 0's. For use outside training steps."""
         if self.world > 1:
             self._require_dense(tensor)
             self.nbytes["control"] += tensor.nbytes
             with self._noted("broadcast", ""):
-                dist.broadcast(self._sendable(tensor), group=self._issuer, group_src=source)
+                dist.broadcast(_sendable(tensor), group=self.issuer, group_src=0)
         return tensor
 
     def take_nbytes(self) -> dict[str, int]:

@@ -25,14 +25,12 @@ from offload.placement import Placement, per_rank
 from offload.tierset import TierSet
 from zerocli.config.placement import placement_at
 from zerocli.console import say
-from zerocli.engine.agreement import Member
+from zerocli.engine.agreement import Agreement, Member, open_channel
 from zerocli.engine.build import Builder
 from zerocli.engine.comm import Collectives
-from zerocli.engine.connect import connect, open_channel, open_groups, sharded_as
-from zerocli.engine.context import Context
 from zerocli.engine.device import choose_device
 from zerocli.engine.events import BACKWARD, EXCHANGE, OPTIMIZER, Subscribers
-from zerocli.engine.grouped import Grouped, Shards
+from zerocli.engine.grouped import Grouped, Shards, open_groups
 from zerocli.engine.guards.accept import refuse_full_graphs, refuse_model, refuse_scripts
 from zerocli.engine.guards.aliases import ReleasedViews
 from zerocli.engine.guards.owners import Owners
@@ -48,7 +46,7 @@ from zerocli.engine.optimizer.step import StepResult, called_step, exchange_norm
 from zerocli.engine.optimizer.update import Updater
 from zerocli.engine.optimizer.update_place import choose_compiled, choose_update
 from zerocli.engine.precision import LossScale, precision, refuse_half
-from zerocli.engine.recompute.activations import open_activations
+from zerocli.engine.recompute.activations import Activations
 from zerocli.engine.recompute.compiled import CompiledBlocks
 from zerocli.engine.settings import Settings
 from zerocli.engine.states import moves, relayout, states, whole
@@ -60,8 +58,10 @@ from zerocli.engine.streams import Waits
 from zerocli.engine.tensor_parallel import TensorParallel, open_axes
 from zerocli.engine.units.backward import Backward
 from zerocli.engine.units.divide import recomputed_units
+from zerocli.engine.units.gather import Gatherer
 from zerocli.engine.units.hooks import Hooks
 from zerocli.engine.units.modules import outside_of_units, register_method
+from zerocli.engine.units.reduce import Reducer
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
 from zerocli.layout.buffers import Spec, persistent
@@ -85,11 +85,10 @@ class Engine:
         self.loss_scale = LossScale(self.precision.scales, self.device)
         self.steps = 0
         self.updates = torch.zeros((), device=self.device)
-        self.passes = Backward(self, settings.accumulate)
+        self.passes = Backward(self)
         self.passes.gradients.deferred = settings.defer_update
         self.member = Member(type(self.model).__name__)
-        self.member.passes = self.passes
-        self.channel = open_channel(self.collectives, settings.uneven, self.member, *sharded_as(self.model, settings))
+        self.channel = open_channel(self)
         self._open_groups()
         self._closed = False
         self._held_whole = 0
@@ -126,17 +125,14 @@ class Engine:
         data_parallel, mesh = open_axes(self.settings.tp, self.settings.group, self.device)
         self.collectives = Collectives(data_parallel, self.device, self.events)
         self.tensor_parallel = TensorParallel(mesh, self.device, self.waits, self.events)
-        self.inside, self.across = self.collectives, Collectives.alone(self.device)
-        self.shards: Shards = self.inside
-        self.replicas = self.across
+        self.inside = self.collectives
 
     def _open_groups(self) -> None:
         """Open groups of ranks, once all ranks are known to ask for the same."""
         self.inside, self.across = open_groups(self.collectives, self.settings.shard_ranks, self.events)
-        if self.settings.num_copies(self.collectives.world) > 1:
-            self.shards = Grouped(self.inside, self.across)
-        else:
-            self.shards, self.replicas = self.inside, self.across
+        copies = self.settings.num_copies(self.collectives.world) > 1
+        self.shards: Shards = Grouped(self.inside, self.across) if copies else self.inside
+        self.replicas = Collectives.alone(self.device) if copies else self.across
         if self.inside is not self.collectives:
             self.settings.watch(self)
 
@@ -180,9 +176,8 @@ class Engine:
         self.mover = Mover(settings.read_ahead_nbytes, self.tiers.open_cache)
         shape = (len(self.rule.state_names), self.device.type, self.precision.name, can_fuse(self.rule, self.device))
         self.sizing: Sizing = settings.sizing_at(self.shards.world, *shape)
-        self.sizing = dataclasses.replace(self.sizing, threads=torch.get_num_threads())
-        if settings.keep_gradients is not None:
-            self.sizing = dataclasses.replace(self.sizing, keep_gradients=settings.keep_gradients)
+        keep = self.sizing.keep_gradients if settings.keep_gradients is None else settings.keep_gradients
+        self.sizing = dataclasses.replace(self.sizing, threads=torch.get_num_threads(), keep_gradients=keep)
 
     def _choose_update(self) -> None:
         """Choose where offloaded states are updated, and whether that is compiled on the CPU.
@@ -199,18 +194,6 @@ class Engine:
             self.compiled, self.compiled_reason = choose_compiled(
                 settings.compile_update, self.rule, held, split, dtype
             )
-
-    def _context(self) -> Context:
-        return Context(
-            self.device,
-            self.collectives,
-            self.shards,
-            self.replicas,
-            self.tensor_parallel,
-            self.waits,
-            self.events,
-            sizing=self.sizing,
-        )
 
     def _build_units(self) -> list[Unit]:
         self.builder = Builder(self)
@@ -243,7 +226,14 @@ class Engine:
 
     def connect(self) -> None:
         """Make what issues the collectives of the current flats."""
-        self.gatherer, self.reducer, self.agreement = connect(self, self._context())
+        self.gatherer = Gatherer(self)
+        self.reducer = Reducer(self)
+        self.agreement = self.gatherer.agreement = Agreement(self)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks exchange what they need before each gather."""
+        return self.channel is not None and self.gatherer.moves and self.settings.uneven is not False
 
     def open_updater(self) -> None:
         """Make what updates the states, wherever they are now."""
@@ -280,9 +270,7 @@ class Engine:
 
     def open_activations(self, recomputed: Mapping[Unit, bool]) -> None:
         """Make what keeps the inputs of recomputed units, on the tiers of the placement."""
-        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
-        equal = self.tensor_parallel if self.settings.partition_activations else Collectives.alone(self.device)
-        self.activations = open_activations(len(recomputed), self.placement, self.tiers, equal, self.device, self.waits)
+        self.activations = Activations(self, len(recomputed))
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -373,12 +361,13 @@ class Engine:
             deferred = self.gatherer.deferred
             self.updater.start(order, values, self.gatherer.refresh, inactive, deferred)
             # Each all-gather overlapped with the next update. Unless it is deferred, the user can read resident
-            # parameters after this.
+            # parameters after this: the compute stream, which reads them without a gather, waits for their updates.
             self.gatherer.release_all(resident=not deferred)
-            if not deferred:
-                self._wait_for_resident()
-            for flat in trainable if deferred else ():
-                flat.forbid_reads(True)
+            for flat in trainable:
+                if deferred:
+                    flat.forbid_reads(True)
+                elif flat.resident is not None and flat.written is not None:
+                    flat.written.wait()
         self.loss_scale.update(scaled.skip)
         self.gatherer.end_step()
         self.reducer.end_step()
@@ -392,12 +381,6 @@ class Engine:
         if self.gatherer.moves:
             found = self.gatherer.released_with_views
             self._views.invalidate(lambda: [each for each in found() if each.flat.trainable or not trained])
-
-    def _wait_for_resident(self) -> None:
-        """Order the compute stream after the updates of parameters that it reads without a gather."""
-        for flat in self.trainable():
-            if flat.resident is not None and flat.written is not None:
-                flat.written.wait()
 
     # -- inspection ------------------------------------------------------------------------------------------------
 
@@ -541,18 +524,18 @@ class Engine:
         if edited:
             refuse_different(self.flats(), edited, self.collectives)
 
-    def meet(self, call: str, *key: object) -> None:
-        """Return when all ranks make this call with this key; refused on all ranks if they make different ones."""
-        self._meet(call, key)
+    def meet(self, call: str, *key: object, bits: Callable[[], int] = lambda: 0) -> int:
+        """Return when all ranks make this call with this key; refused on all ranks if they make different ones.
 
-    def _meet(self, call: str, key: tuple[object, ...], bits: Callable[[], int] = lambda: 0) -> int:
+        Returns the `bits` that any rank has set.
+        """
         if self._closed:
             raise Refused("the engine is closed, and its states are freed: read or save them before engine.close()")
         return self.agreement.meet(call, lambda: key, lambda: f"called {call}({', '.join(map(str, key))})", bits)
 
     def _meet_and_synchronize(self, call: str, *key: object, writes: bool = False) -> None:
         """Meet for a call that reads all parameters, or `writes` them."""
-        edited = self._meet(call, key) if writes else self._meet(call, key, self._may_differ)
+        edited = self.meet(call, *key) if writes else self.meet(call, *key, bits=self._may_differ)
         self.synchronize()
         self._refuse_different(edited)
 

@@ -6,8 +6,12 @@ Every byte crosses between groups once, not once per rank of a group.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from zerocli.engine.comm import Collectives, Pending
+from zerocli.engine.comm import Collectives, Pending, subgroup
+from zerocli.engine.events import Events
+from zerocli.layout.shards import check_shard_ranks
+from zerocli.ranks.startup import STARTUP
 
 
 class Grouped:
@@ -48,3 +52,27 @@ class Grouped:
 
 Shards = Collectives | Grouped
 """The ranks over which states are partitioned."""
+
+
+def open_groups(collectives: Collectives, shard_ranks: int, events: Events) -> tuple[Collectives, Collectives]:
+    """Return the ranks inside this rank's group, and those across groups that have its position.
+
+    A group is `shard_ranks` neighbours. 0 stands for one group of all ranks, which is not made again. Collective.
+    """
+    ranks, device = collectives.world, collectives.device
+    check_shard_ranks(shard_ranks, ranks)
+    if shard_ranks in (0, ranks):
+        return collectives, Collectives.alone(device)
+    group = collectives.group or dist.group.WORLD
+    assert group is not None
+    everyone = dist.get_process_group_ranks(group)
+    number, place = divmod(collectives.rank, shard_ranks)
+
+    def axis(members: list[int]) -> Collectives:
+        if len(members) == 1:
+            return Collectives.alone(device)
+        return Collectives(subgroup(group, members), device, events)
+
+    with STARTUP.waiting("making the process groups of shards and replicas"):
+        neighbours = everyone[number * shard_ranks : (number + 1) * shard_ranks]
+        return axis(neighbours), axis(everyone[place::shard_ranks])

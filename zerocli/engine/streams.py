@@ -161,27 +161,20 @@ class Waits:
         with self._events.wait(cause):
             # Not the current stream, which may be a side stream: the time that compute stands still is to be measured.
             stream = compute_stream(self._device) if self._cuda else None
-            before = TimedEvent(self._device, stream)
-            with self._inside(cause) as around:
+            before, around = TimedEvent(self._device, stream), self._around[-1]
+            self._around.append(cause)
+            try:
                 yield
+            finally:
+                self._around.pop()
             after = TimedEvent(self._device, stream)
             if self._cuda:
                 self._pairs.append((cause, around, before, after))
             else:
-                self._charge(cause, around, after.since(before))
-
-    @contextlib.contextmanager
-    def _inside(self, cause: str) -> Iterator[str]:
-        self._around.append(cause)
-        try:
-            yield self._around[-2]
-        finally:
-            self._around.pop()
-
-    def _charge(self, cause: str, around: str, seconds: float) -> None:
-        self._seconds[cause] += seconds
-        if around:
-            self._seconds[around] -= seconds
+                seconds = after.since(before)
+                self.add(cause, seconds)
+                if around:
+                    self.add(around, -seconds)
 
     def add(self, cause: str, seconds: float) -> None:
         self._seconds[cause] += seconds

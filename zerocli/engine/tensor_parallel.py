@@ -71,10 +71,6 @@ class Cut:
         pieces = [part.split(lengths, self.dim) for part in parts]
         return torch.cat([piece for section in zip(*pieces, strict=True) for piece in section], self.dim)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
 
 class TensorParallel(Collectives):
     """The tensor-parallel axis: its collectives, counted separately, and the cuts of the parameters it splits.
@@ -112,9 +108,7 @@ class TensorParallel(Collectives):
         self._is_split = True
         from torch.distributed.tensor.parallel import parallelize_module
 
-        plan = plan_of(model, self)
-        check_degree(self.world, extents(model, plan))
-        self.cuts = cuts_of(model, plan)
+        plan, self.cuts = plan_of(model, self)
         for name, value in (*model.named_parameters(), *model.named_buffers()):
             if not value.is_meta:
                 take_first(name, value, self)
@@ -174,7 +168,7 @@ class TensorParallel(Collectives):
 
         return finish
 
-    def agree_(self, tensor: torch.Tensor, what: str = "replicated gradients") -> None:
+    def agree_(self, tensor: torch.Tensor, what: str) -> None:
         """Overwrite a replicated gradient with rank 0's."""
         self.nbytes["broadcast"] += tensor.nbytes
         with self._noted("broadcast", what):
@@ -193,7 +187,9 @@ class TensorParallel(Collectives):
         if "batches" not in self._unchecked:
             return
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        prints = [float(x.detach().double().flatten() @ _weights(x)) for x in leaves]
+        # Weighted, so that the sums depend on the order.
+        weights = (torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device) for x in leaves)
+        prints = [float(x.detach().double().flatten() @ weight) for x, weight in zip(leaves, weights, strict=True)]
         self._check_alike("batches", torch.tensor(prints, dtype=torch.float64, device=self.device))
 
     def _check_alike(self, what: str, value: torch.Tensor) -> None:
@@ -221,11 +217,6 @@ class TensorParallel(Collectives):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed + self.rank)
             yield
-
-
-def _weights(x: torch.Tensor) -> torch.Tensor:
-    """Return a weight for each element, so that a weighted sum depends on the order."""
-    return torch.arange(1, x.numel() + 1, dtype=torch.float64, device=x.device)
 
 
 def open_axes(
@@ -256,41 +247,31 @@ def open_axes(
 # -- plans: which modules of a model are split, and how ----------------------------------------------------------------
 
 
-def plan_of(model: nn.Module, tp: TensorParallel) -> dict[str, Any]:
-    """Return the model's own plan: patterns of module names, each with its style."""
-    plan = getattr(model, "tensor_parallel_plan", None)
-    if plan is None:
+def plan_of(model: nn.Module, tp: TensorParallel) -> tuple[dict[str, Any], dict[str, Cut]]:
+    """Return a whole model's own plan (patterns of module names, each with its style), and the cuts of its parameters.
+
+    Raises ValueError for a model without a plan, and for a degree that does not divide what is split.
+    """
+    own = getattr(model, "tensor_parallel_plan", None)
+    if own is None:
         raise ValueError(
             f"{type(model).__name__} has no tensor_parallel_plan(): tp splits the built-in gpt2 and llama families, "
             "and models that say how they are split; other models train with tp 1"
         )
-    styles: dict[str, Any] = plan(tp)
-    return styles
-
-
-def _planned(model: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
-    for path, module in model.named_modules():
-        for pattern, style in plan.items():
-            if path.count(".") == pattern.count(".") and fnmatch(path, pattern):
-                yield path, module, style
-
-
-def cuts_of(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Cut]:
-    """Return the cut of each parameter that the plan splits, by its name, for a model that is still whole."""
-    return {
-        f"{path}.{name}": cut
-        for path, module, style in _planned(model, plan)
-        for name, cut in style.cuts(module).items()
-    }
-
-
-def extents(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that the tensor-parallel degree must divide, by readable name."""
-    found: dict[str, int] = {}
-    for path, module, style in _planned(model, plan):
+    plan: dict[str, Any] = own(tp)
+    planned = [
+        (path, module, style)
+        for path, module in model.named_modules()
+        for pattern, style in plan.items()
+        if path.count(".") == pattern.count(".") and fnmatch(path, pattern)
+    ]
+    sizes: dict[str, int] = {}
+    for path, module, style in planned:
         for name, number in style.extents(module).items():
-            found.setdefault(name if "heads" in name else f"{name} of {path}", number)
-    return found
+            sizes.setdefault(name if "heads" in name else f"{name} of {path}", number)
+    check_degree(tp.world, sizes)
+    cuts = {f"{path}.{name}": cut for path, module, style in planned for name, cut in style.cuts(module).items()}
+    return plan, cuts
 
 
 def check_degree(tp: int, numbers: Mapping[str, int]) -> None:
@@ -308,9 +289,7 @@ def planned_cuts(model: nn.Module, degree: int) -> dict[str, Cut]:
         return {}
     axis = TensorParallel(None, torch.device("cpu"))
     axis.world = degree  # only for planning: there is no process group
-    plan = plan_of(model, axis)
-    check_degree(degree, extents(model, plan))
-    return cuts_of(model, plan)
+    return plan_of(model, axis)[1]
 
 
 def local_numel(model: nn.Module, degree: int) -> int:

@@ -1,14 +1,15 @@
-"""What a model must be to be sharded: refused by name here, before anything is changed."""
+"""What a model must be to be sharded: refused by name here, before anything is changed; and TorchScript's calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerocli.engine.guards.parameters import refuse_unsuitable
+from zerocli.engine.guards.parameters import Released, first, name_of, no_values, refuse_unsuitable
 from zerocli.errors import Refused
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -27,27 +28,19 @@ def refuse_model(model: nn.Module) -> None:
                 f"{where} is wrapped in torch's {kinds[0]}, and zerocli averages gradients itself: pass the module "
                 "inside it to shard"
             )
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                _refuse_tensor(f"{path}.{name}" if path else name, tensor, name in module._parameters)
+    for name, buffer in model.named_buffers():
+        if nn.parameter.is_lazy(buffer):
+            raise Refused(f"{name} has no shape yet, its module is lazy: run one forward of the model before shard")
     _refuse_hidden(model)
-
-
-def _refuse_tensor(name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
-    if nn.parameter.is_lazy(tensor):
-        raise Refused(f"{name} has no shape yet, its module is lazy: run one forward of the model before shard")
-    if is_parameter and any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-        raise Refused(
-            f"{name} is a DTensor, distributed by fully_shard or parallelize_module already: shard the plain model"
-        )
 
 
 def _refuse_hidden(model: nn.Module) -> None:
     """Raise Refused if the model's own `parameters` or `named_parameters` show others than its modules hold."""
-    held = {id(p): name for name, p in _held_parameters(model)}
+    held = {id(p): name for name, p in nn.Module.named_parameters(model)}
     if not held:
         raise Refused("the model has no parameters: there is nothing to shard or to train")
-    for method, shown in (("parameters", model.parameters()), ("named_parameters", _second(model.named_parameters()))):
+    named = (p for _, p in model.named_parameters())
+    for method, shown in (("parameters", model.parameters()), ("named_parameters", named)):
         ids = {id(p) for p in shown}
         if hidden := [name for key, name in held.items() if key not in ids]:
             raise Refused(
@@ -58,17 +51,6 @@ def _refuse_hidden(model: nn.Module) -> None:
             raise Refused(f"{type(model).__name__}.{method}() yields tensors that no module holds as parameters")
 
 
-def _held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in model.named_modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                yield f"{path}.{name}" if path else name, p
-
-
-def _second(pairs: Iterator[tuple[str, Any]]) -> Iterator[Any]:
-    return (value for _, value in pairs)
-
-
 def refuse_scripts(units: Sequence[tuple[str, nn.Module]]) -> None:
     """Raise Refused if a unit whose parameters are partitioned is a TorchScript module: its call cannot be hooked."""
     for name, module in units:
@@ -77,6 +59,31 @@ def refuse_scripts(units: Sequence[tuple[str, nn.Module]]) -> None:
                 f"{name} is a TorchScript module and a unit of its own, and its code reads parameters without asking "
                 "the engine for them: shard the plain module, choose units= around it, or use stage=2"
             )
+
+
+@functools.cache
+def watch_scripts() -> None:
+    """Refuse released parameters as arguments of TorchScript functions, which do not ask a tensor's class.
+
+    A scripted module reads its own parameters in C++ too, so they are looked at before it is called.
+    """
+    jit: Any = torch.jit
+    call, method = jit.ScriptFunction.__call__, jit.RecursiveScriptModule.__call__
+
+    @functools.wraps(call)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := first((args, kwargs), Released)) is not None:
+            raise Refused(no_values(name_of(found)))
+        return call(self, *args, **kwargs)
+
+    @functools.wraps(method)
+    def checked_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (found := first((args, kwargs, list(self.parameters())), Released)) is not None:
+            raise Refused(no_values(name_of(found)))
+        return method(self, *args, **kwargs)
+
+    jit.ScriptFunction.__call__ = checked
+    jit.RecursiveScriptModule.__call__ = checked_module
 
 
 def refuse_full_graphs(model: nn.Module, wrapped: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:

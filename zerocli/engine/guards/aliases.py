@@ -32,7 +32,7 @@ from zerocli.engine.guards.holders import (
     storage_of,
     uses,
 )
-from zerocli.engine.guards.parameters import Guarded, derived, may_be_edited, reads_no_values
+from zerocli.engine.guards.parameters import Guarded, WithoutValues, derived, first, may_be_edited
 from zerocli.engine.units.gather_buffers import ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
@@ -45,24 +45,21 @@ _SEARCHES = 3
 _INSTEAD = "compute it in forward, keep a copy (.clone()) of its values, or read engine.state_dict()"
 
 
-class Invalidated:
+class Invalidated(WithoutValues):
     """Mixin of the class of a tensor that has lost its values: any use of them is refused."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if reads_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise Refused(_first_reason((args, kwargs)))
+    def _refuse(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        raise Refused(_reason_of(first((args, kwargs), Invalidated)))
 
     def as_subclass(self, cls: type) -> Any:
-        raise Refused(_first_reason(self))
+        raise Refused(_reason_of(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise Refused(_first_reason(self))
+        raise Refused(_reason_of(self))
 
     def __repr__(self) -> str:
-        return f"<a tensor without values: {_first_reason(self)}>"
+        return f"<a tensor without values: {_reason_of(self)}>"
 
 
 class Reason:
@@ -110,13 +107,8 @@ def _name_at(released: ReleasedBuffer, tensor: torch.Tensor) -> str:
     return names[0] if names else f"parameters of {released.flat.unit.title}"
 
 
-def _first_reason(values: Any) -> str:
-    if isinstance(values, Invalidated):
-        return str(values.__dict__[_REASON].message(values))
-    if isinstance(values, dict):
-        values = list(values.values())
-    found = (_first_reason(value) for value in values) if isinstance(values, tuple | list) else ()
-    return next((reason for reason in found if reason), "")
+def _reason_of(tensor: Invalidated | None) -> str:
+    return str(tensor.__dict__[_REASON].message(tensor)) if tensor is not None else ""
 
 
 def invalidate(tensor: torch.Tensor, reason: Reason) -> None:
@@ -224,7 +216,8 @@ class Aliases:
                 others = found.setdefault(storage, [])
                 views = [*others, *(parameter for _, parameter in groups[storage])]
                 bases = {id(base): base for view in views if (base := base_of(view)) is not None}
-                others += [base for each, base in bases.items() if not self._knows(base, others)]
+                there = set(map(id, others))
+                others += [base for each, base in bases.items() if each not in there and each not in self._known]
             left = _unknown(groups, found)
             left = {s: left.get(s, 0) + held_in_cpp(found[s], [p for _, p in groups[s]]) for s in suspects}
             left = {storage: count for storage, count in left.items() if count > 0}
@@ -241,9 +234,6 @@ class Aliases:
             f"{name} shares memory with something that is no Python tensor (a DLPack export, a C++ extension, a traced "
             "constant), which would not follow its updates: drop it, or give it a copy, before shard"
         )
-
-    def _knows(self, tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-        return id(tensor) in self._known or any(tensor is other for other in others)
 
     def redirect(self, flats: Iterable[Flat]) -> None:
         """Point each alias at the new memory of its parameter; take its values away where that is not possible."""

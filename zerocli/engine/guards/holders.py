@@ -32,28 +32,20 @@ def uses(tensor: torch.Tensor) -> int:
     return count - _COUNTED_ALONE + 1
 
 
-def _counted_alone() -> int:
+def _alone() -> tuple[int, int]:
+    """Return how often the storage of one tensor is used, and how many references its object has."""
     tensor = torch.empty(1)
-    storage = tensor.untyped_storage()  # counts itself
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    storage = tensor.untyped_storage()  # uses the storage itself, and the tensor refers to it
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
 
 
-_COUNTED_ALONE = _counted_alone()
+_COUNTED_ALONE, _REFERENCES = _alone()
 
 
 def keeps_storage(tensor: torch.Tensor) -> bool:
     """Whether the program keeps the object of a tensor's storage; files that are mapped into memory keep theirs."""
     storage = tensor.untyped_storage()
     return storage.resizable() and sys.getrefcount(storage) > _REFERENCES
-
-
-def _references() -> int:
-    tensor = torch.empty(1)
-    storage = tensor.untyped_storage()  # the tensor refers to it as well
-    return sys.getrefcount(storage)
-
-
-_REFERENCES = _references()
 
 
 _OWN = "_zerocli_own"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -89,8 +90,31 @@ class Sharding:
                 alias.__class__ = alias._zerocli_class
 
 
+class WithoutValues:
+    """Mixin of the class of a tensor whose values cannot be read: functions that read them are refused."""
+
+    _title: str
+    _has_memory = False
+    """Whether its address may be asked for."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if reads_no_values(func) or (cls._has_memory and getattr(func, "__name__", "") == "data_ptr"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls._refuse(func, args, kwargs or {})
+
+    @classmethod
+    def _refuse(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        mine = cast(torch.Tensor, self)
+        return f"{self._title}({name_of(mine)}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
+
+
 class Guarded:
-    """Mixin of both classes: refuses access to gradients between backward and step."""
+    """Mixin of a parameter's classes: refuses access to gradients between backward and step."""
 
     _zerocli_class: type
     """The parameter's original class."""
@@ -166,83 +190,63 @@ class Whole(Guarded):
         return found
 
 
-class Released(Guarded):
+class Released(WithoutValues, Guarded):
     """A parameter that currently has no values: each rank holds a slice of it, on the device or offloaded."""
+
+    _title = "ReleasedParameter"
 
     @property
     def data(self) -> torch.Tensor:
-        raise Refused(no_values(name_of(cast(torch.Tensor, self))))
+        raise Refused(no_values(name_of(self)))
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if cast(Any, value) is not self:  # `model.to(...)` that changes nothing assigns a parameter to itself
-            raise Refused(no_values(name_of(cast(torch.Tensor, self))))
+            raise Refused(no_values(name_of(self)))
 
     def as_subclass(self, cls: type) -> Any:
-        raise Refused(no_values(name_of(cast(torch.Tensor, self))))
+        raise Refused(no_values(name_of(self)))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if reads_no_values(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def _refuse(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if getattr(func, "__name__", "") in _CONVERSIONS and isinstance(args[0], Released):
-            return _converted(func, *args, **(kwargs or {}))
-        raise Refused(no_values(first_released((args, kwargs))))
-
-    def __repr__(self) -> str:
-        mine = cast(torch.Tensor, self)
-        return f"ReleasedParameter({name_of(mine)}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
+            return _converted(func, *args, **kwargs)
+        raise Refused(no_values(name_of(first((args, kwargs), Released))))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         raise Refused(
-            f"{name_of(cast(torch.Tensor, self))} cannot be copied: this rank has a part of it only. "
+            f"{name_of(self)} cannot be copied: this rank has a part of it only. "
             "engine.unsharded_model() gives an independent whole copy of the model; zerocli.EMA(engine) keeps an "
             "average of its weights"
         )
 
 
-class Pending(Guarded):
+class Pending(WithoutValues, Guarded):
     """A parameter whose update is under way: its values are the last step's until its module is used."""
 
-    _refusal = (
-        "{} is read before its update is done, because of defer_update=True: call engine.synchronize() first, or read "
-        "it through engine.gathered or state_dict"
-    )
+    _title, _has_memory = "PendingParameter", True
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _without_values(Pending, func, args, kwargs or {})
+    def _refuse(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        raise Refused(
+            f"{name_of(first((args, kwargs), Pending))} is read before its update is done, because of "
+            "defer_update=True: call engine.synchronize() first, or read it through engine.gathered or state_dict"
+        )
 
-    def __repr__(self) -> str:
-        mine = cast(torch.Tensor, self)
-        return f"PendingParameter({name_of(mine)}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
 
-
-class Awaited:
+class Awaited(WithoutValues):
     """Mixin of the class of a tensor on a pending parameter's values, such as `p.data` or one of a state dict."""
 
     _zerocli_class: type
-    _refusal = (
-        "a tensor on the memory of {} (p.data, p.detach() or one of model.state_dict()) is used before its update is "
-        "done, because of defer_update=True: call engine.synchronize() first, or keep a copy (.clone())"
-    )
+    _title, _has_memory = "AwaitedTensor", True
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _without_values(Awaited, func, args, kwargs or {})
-
-    def __repr__(self) -> str:
-        mine = cast(torch.Tensor, self)
-        return f"AwaitedTensor({self.__dict__[_ALIASED]}, shape={tuple(mine.shape)}, dtype={mine.dtype})"
-
-
-def _without_values(kind: type[Pending | Awaited], func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function that reads no values; refuse another one, with the name of its first tensor of the kind."""
-    if reads_no_values(func) or getattr(func, "__name__", "") == "data_ptr":
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    raise Refused(kind._refusal.format(_first((args, kwargs), kind)))
+    def _refuse(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        raise Refused(
+            f"a tensor on the memory of {name_of(first((args, kwargs), Awaited))} (p.data, p.detach() or one of "
+            "model.state_dict()) is used before its update is done, because of defer_update=True: call "
+            "engine.synchronize() first, or keep a copy (.clone())"
+        )
 
 
 _CONVERSIONS = frozenset("to float half bfloat16 double cpu cuda type contiguous".split())
@@ -309,36 +313,27 @@ _REWRITING = frozenset(
 
 def _rewritten_by() -> str:
     """Return the function of torch.nn.utils that is about to replace a parameter, if one calls."""
-    frame, found = sys._getframe(1), ""
-    while frame is not None:
+    found = ""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         folder, _, file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")
         if folder.endswith("torch/nn/utils") and frame.f_code.co_name in _REWRITING:
             found = f"torch.nn.utils.{file.removesuffix('.py')}"
-        frame = frame.f_back  # type: ignore[assignment]
     return found
 
 
-def first_released(values: Any) -> str:
-    """Return the name of the first released parameter in nested containers, or an empty string."""
-    return _first(values, Released)
-
-
-def _first(values: Any, kind: type) -> str:
-    """Return the name of the first parameter of a kind in nested containers, or an empty string."""
+def first(values: Any, kind: type) -> Any:
+    """Return the first tensor of a class in nested containers, or None."""
     if isinstance(values, kind):
-        return str(values.__dict__.get(_ALIASED) or name_of(cast(torch.Tensor, values)))
+        return values
     if isinstance(values, dict):
-        values = values.values()
-    if isinstance(values, tuple | list) or type(values).__name__ == "dict_values":
-        for value in values:
-            if found := _first(value, kind):
-                return found
-    return ""
+        values = list(values.values())
+    found = (first(value, kind) for value in values) if isinstance(values, tuple | list) else ()
+    return next((each for each in found if each is not None), None)
 
 
-def name_of(parameter: torch.Tensor) -> str:
-    """Return the name that the model gives a sharded parameter."""
-    return str(parameter.__dict__[_SHARDING].name)
+def name_of(tensor: Any) -> str:
+    """Return the name that the model gives a sharded parameter, or the one whose values a tensor is on; "" of None."""
+    return str(tensor.__dict__.get(_ALIASED) or tensor.__dict__[_SHARDING].name) if tensor is not None else ""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -354,7 +349,7 @@ def derived(mixin: type, original: type) -> type:
     """
     members: dict[str, Any] = {"__module__": original.__module__, "_zerocli_class": original}
     function = original.__torch_function__  # type: ignore[attr-defined]
-    if "__torch_function__" not in vars(mixin) and function is not torch._C._disabled_torch_function_impl:
+    if not issubclass(mixin, WithoutValues) and function is not torch._C._disabled_torch_function_impl:
 
         def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             own = tuple(getattr(kind, "_zerocli_class", kind) for kind in types)
@@ -384,23 +379,22 @@ def refuse_unsuitable(parameter: nn.Parameter, name: str) -> None:
         )
     if is_lazy(parameter):
         raise Refused(f"{name} is lazy and has no shape yet: run the model once on an example before shard")
+    if any(each.__name__ == "DTensor" for each in kind.__mro__):
+        raise Refused(
+            f"{name} is a DTensor, distributed by fully_shard or parallelize_module already: shard the plain model"
+        )
     own = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if not is_fake(parameter) and (not own or parameter.layout != torch.strided):
+    if not isinstance(parameter, FakeTensor) and (not own or parameter.layout != torch.strided):
         raise Refused(
             f"{name} is a {kind.__name__} of layout {parameter.layout}, which keeps its values in another way than in "
             "one dense tensor: replace it by a dense nn.Parameter before shard"
         )
 
 
-def is_fake(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has a shape only, in a plan that runs the model without memory."""
-    return isinstance(parameter, FakeTensor)
-
-
 def guard(parameter: nn.Parameter, name: str, gradients: Gradients) -> None:
     """Turn a parameter into a sharded model's; one without memory of its own (a fake one) keeps its class."""
     kind = type(parameter)
-    if is_fake(parameter):
+    if isinstance(parameter, FakeTensor):  # in a plan, which runs the model without memory
         return
     parameter.__dict__[_SHARDING] = Sharding(name, gradients)
     try:

@@ -15,18 +15,20 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.placement import ACTIVATIONS, HBM, Placement
+from offload.placement import ACTIVATIONS, HBM
 from offload.stack import Saved, Stack
-from offload.tierset import TierSet
 from tiers.transfer import Transfer
 from zerocli.engine.comm import Collectives, Pending
-from zerocli.engine.streams import SideStream, Waits
+from zerocli.engine.streams import SideStream
 from zerocli.errors import Refused
 from zerocli.layout.shards import Span
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 
 @dataclass(eq=False)
@@ -51,31 +53,18 @@ class Checkpoint:
         self.fetched: torch.Tensor | None = None
         """A shared input that one block of backward has fetched, for the others."""
 
-    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.as_strided(self.size, self.stride)
-
-
-def open_activations(
-    num_checkpoints: int, placement: Placement, tiers: TierSet, group: Collectives, device: torch.device, waits: Waits
-) -> Activations:
-    """Return the keeper of at most `num_checkpoints` checkpoints at a time, on the tiers of the placement."""
-    stack = Stack(
-        lambda name: tiers.open(name, ACTIVATIONS),
-        placement.of(ACTIVATIONS),
-        num_checkpoints,
-        tiers.traffic,
-        tiers.verifier,
-    )
-    return Activations(stack, group, device, waits)
-
 
 class Activations:
-    """Keeps the inputs of recomputed blocks; `group` is the ranks that partition equal inputs (one: no partition)."""
+    """Keeps the inputs of at most `most` recomputed blocks at a time, on the tiers of the placement."""
 
-    def __init__(self, stack: Stack, group: Collectives, device: torch.device, waits: Waits) -> None:
-        self.stack = stack
-        self._group, self._device, self._waits = group, device, waits
-        self._side = SideStream(device)
+    def __init__(self, engine: Engine, most: int) -> None:
+        tiers = engine.tiers
+        about = (engine.placement.of(ACTIVATIONS), most, tiers.traffic, tiers.verifier)
+        self.stack = Stack(lambda name: tiers.open(name, ACTIVATIONS), *about)
+        self._device, self._waits, self._side = engine.device, engine.waits, SideStream(engine.device)
+        # Tensor-parallel ranks have equal checkpoints, so each keeps only a part of them by default.
+        parted = engine.settings.partition_activations
+        self._group = engine.tensor_parallel if parted else Collectives.alone(engine.device)
         self._order: list[weakref.ref[Checkpoint]] = []
         """Live checkpoints, in forward order."""
         self._kept: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[Checkpoint]]] = {}
@@ -130,7 +119,7 @@ class Activations:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
         computed.clear()  # the hooks may live as long as the graph
-        if inputs != _versions(leaves):
+        if inputs != {_place(leaf): leaf._version for leaf in leaves if _is_computed(leaf)}:
             raise Refused(
                 f"{name} changes its input in place, so it cannot be recomputed from it: change a copy, or exclude the "
                 "block with shard(..., recompute=...)"
@@ -194,7 +183,7 @@ class Activations:
         at = next((i for i, other in enumerate(alive) if other is checkpoint), 0)
         if at > 0 and alive[at - 1].arrival is None and self._ready(alive[at - 1]) is None:
             alive[at - 1].arrival = self._start(alive[at - 1])
-        return checkpoint.shaped(flat[: checkpoint.numel])
+        return flat[: checkpoint.numel].as_strided(checkpoint.size, checkpoint.stride)
 
     def _alive(self) -> list[Checkpoint]:
         return [checkpoint for ref in self._order if (checkpoint := ref()) is not None]
@@ -238,16 +227,8 @@ class Activations:
         arrival.gather.wait()
 
 
-_Place = tuple[int, torch.Size, tuple[int, ...]]
-
-
-def _place(tensor: torch.Tensor) -> _Place:
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.size(), tensor.stride()
-
-
-def _versions(leaves: Sequence[Any]) -> dict[_Place, int]:
-    """Return the version counter of each computed input, by address, size and stride."""
-    return {_place(leaf): leaf._version for leaf in leaves if _is_computed(leaf)}
 
 
 def _is_computed(leaf: Any) -> bool:

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerocli import machine
 from zerocli.engine.recompute.selective import compiled_contexts
+from zerocli.engine.units.divide import of_one_class
 from zerocli.engine.units.unit import Unit
 from zerocli.errors import Refused
 from zerocli.layout.constants import MIN_COMPILED_STEPS
@@ -71,13 +72,6 @@ def choose_compile(
     return True, "as asked"
 
 
-def repeated_units(units: Sequence[Unit]) -> list[Unit]:
-    """Return the units, other than the rest, that share their class with another unit."""
-    inner = [unit for unit in units if unit.index > 0]
-    classes = [type(unit.module) for unit in inner]
-    return [unit for unit in inner if classes.count(type(unit.module)) > 1]
-
-
 class Backend:
     """The compiler behind torch.compile; counts the graphs that it compiles."""
 
@@ -103,8 +97,8 @@ class CompiledFunction:
     def __init__(
         self, forward: Callable[..., Any], recompute: str, fullgraph: bool, backend: Backend, device: torch.device
     ) -> None:
-        function = _with_own_code(_HOW[recompute](forward))
-        self._function = torch.compile(function, backend=backend, fullgraph=fullgraph)
+        function = _calling(forward) if recompute == NOT else _recomputing(forward, recompute == SELECTIVE)
+        self._function = torch.compile(_with_own_code(function), backend=backend, fullgraph=fullgraph)
         self._device = device
         self._proven = False
         self.failure = ""
@@ -148,7 +142,7 @@ class CompiledBlocks:
     def __init__(
         self, units: Sequence[Unit], setting: bool | str, backend: str, device: torch.device, steps: int
     ) -> None:
-        repeated = repeated_units(units)
+        repeated = of_one_class(units)
         self.on, self.reason = choose_compile(setting, device, len(repeated), steps, backend)
         """Whether blocks are compiled, and why."""
         self._units = {unit.index for unit in repeated} if self.on else set()
@@ -158,7 +152,7 @@ class CompiledBlocks:
         self._functions: dict[tuple[Any, ...], CompiledFunction] = {}
         """By forward, recompute and fullgraph; and by the unit's index where a unit has its own."""
         self._own: set[tuple[int, str]] = set()
-        """(index, recompute) of units that need graphs of their own: see `_attempt`."""
+        """(index, recompute) of units that need graphs of their own: see `attempt`."""
         self._ran: set[int] = set()
         self._seconds = 0.0
         self._notes: dict[str, None] = {}
@@ -186,7 +180,7 @@ class CompiledBlocks:
         if self.eager:
             return body(*args, **kwargs)
         for fullgraph in (True, False):
-            output = self._attempt(unit, body, args, kwargs, fullgraph)
+            output = self.attempt(unit, body, args, kwargs, fullgraph)
             if output is not NOT_RUN:
                 return output
         try:
@@ -195,19 +189,17 @@ class CompiledBlocks:
             forward = getattr(body, "__func__", body)
             self._functions = {key: value for key, value in self._functions.items() if key[0] is not forward}
             raise
-        self._explain(unit, body)
+        function, name = self._function(unit, body, fullgraph=False, recompute=NOT), type(unit.module).__name__
+        if function.failure:
+            self._notes.setdefault(f"{name} runs eagerly, it cannot be compiled: {function.failure}")
+        elif function.full:
+            self._notes.setdefault(f"{name} runs eagerly at times: it needs more graphs than torch's recompile_limit")
         return output
 
-    def run_recomputed(
-        self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any, selective: bool = False
-    ) -> Any:
-        """Run a unit's forward as one compiled graph that is recomputed in backward; NOT_RUN if it cannot be one."""
-        return self._attempt(unit, body, args, kwargs, fullgraph=True, recompute=SELECTIVE if selective else WHOLE)
-
-    def _attempt(
+    def attempt(
         self, unit: Unit, body: Callable[..., Any], args: Any, kwargs: Any, fullgraph: bool, recompute: str = NOT
     ) -> Any:
-        """Return a unit's output, or NOT_RUN.
+        """Return a unit's output, compiled as one graph or in parts; NOT_RUN if that cannot be.
 
         Blocks share one function, whose graphs torch limits to 8 (`recompile_limit`). If the blocks need more, because
         a Python value such as a layer's index differs between them, further blocks get functions of their own.
@@ -238,15 +230,6 @@ class CompiledBlocks:
         if key not in self._functions:
             self._functions[key] = CompiledFunction(forward, recompute, fullgraph, self._backend, self._device)
         return self._functions[key]
-
-    def _explain(self, unit: Unit, body: Callable[..., Any]) -> None:
-        """Note why a call of a unit was eager."""
-        function = self._function(unit, body, fullgraph=False, recompute=NOT)
-        name = type(unit.module).__name__
-        if function.failure:
-            self._notes.setdefault(f"{name} runs eagerly, it cannot be compiled: {function.failure}")
-        elif function.full:
-            self._notes.setdefault(f"{name} runs eagerly at times: it needs more graphs than torch's recompile_limit")
 
 
 @functools.cache
@@ -297,27 +280,16 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
     return block
 
 
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     def block(*args: Any, **kwargs: Any) -> Any:
         def inner() -> Any:  # without arguments: a block's own may be named like those of checkpoint
             return forward(*args, **kwargs)
 
+        if selective:
+            return checkpoint(inner, use_reentrant=False, context_fn=compiled_contexts)
         return checkpoint(inner, use_reentrant=False)
 
     return block
-
-
-def _recomputing_selectively(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def block(*args: Any, **kwargs: Any) -> Any:
-        def inner() -> Any:
-            return forward(*args, **kwargs)
-
-        return checkpoint(inner, use_reentrant=False, context_fn=compiled_contexts)
-
-    return block
-
-
-_HOW = {NOT: _calling, WHOLE: _recomputing, SELECTIVE: _recomputing_selectively}
 
 
 def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:

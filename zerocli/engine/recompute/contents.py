@@ -5,13 +5,13 @@ from __future__ import annotations
 import array
 import itertools
 import random
-import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
@@ -21,6 +21,11 @@ LARGE = 256
 """Items of a container from which on only the container is followed, not what is in it."""
 _SCALARS = frozenset((int, float, complex, str, bytes, bool, type(None)))
 _ITERATORS: Any = (type(iter([])), type(iter(())), type(iter(range(0))))
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_NOTED = (bytearray, array.array, np.ndarray, *_GENERATORS)
+"""What `content` knows how to note, beside containers."""
+_LEAVES = (torch.Tensor, *_NOTED)
+_NUMPY = (np.ndarray, np.generic)
 
 
 def leaves(value: Any, depth: int = 8) -> Iterator[Any]:
@@ -34,34 +39,18 @@ def leaves(value: Any, depth: int = 8) -> Iterator[Any]:
         if depth and len(value) <= LARGE:
             for each in members(value):
                 yield from leaves(each, depth - 1)
-    elif issubclass(kind, torch.Tensor) or _is_noted(kind):
+    elif issubclass(kind, _LEAVES):
         yield value
 
 
-def containers(value: Any, depth: int = 8) -> Iterator[Any]:
+def containers(value: Any) -> Iterator[Any]:
     """Yield the containers among the leaves of a value."""
-    is_container = type(value) in CONTAINERS
-    if is_container:
-        yield value
-    if depth and (is_container or issubclass(type(value), tuple)) and len(value) <= LARGE:
-        for each in members(value):
-            yield from containers(each, depth - 1)
+    return (each for each in leaves(value) if type(each) in CONTAINERS)
 
 
 def is_generator(kind: type) -> bool:
     """Whether objects of a class draw random numbers."""
-    if issubclass(kind, torch.Generator | random.Random):
-        return True
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.random.Generator | numpy.random.RandomState)
-
-
-def _is_noted(kind: type) -> bool:
-    """Whether `content` knows how to note an object of a class that is no container."""
-    if issubclass(kind, bytearray | array.array) or is_generator(kind):
-        return True
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.ndarray)
+    return issubclass(kind, _GENERATORS)
 
 
 def members(value: Any) -> Iterable[Any]:
@@ -79,7 +68,7 @@ def content(value: Any) -> Any:
         return list(value)
     if kind is set:
         return set(value)
-    if not _is_noted(kind):
+    if not issubclass(kind, _NOTED):
         return None
     if isinstance(value, random.Random):
         return value.getstate()
@@ -121,7 +110,7 @@ def same_content(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(k in b and _same(v, b[k]) for k, v in a.items())
     if isinstance(a, list | tuple):
         return len(a) == len(b) and (all(map(is_, a, b)) or all(map(_same, a, b)))
-    if _is_numpy(type(a)):
+    if issubclass(type(a), _NUMPY):
         return bool(a.tobytes() == b.tobytes())
     return bool(a == b)
 
@@ -133,14 +122,9 @@ def _same(a: Any, b: Any) -> bool:
         return True
     if kind is not type(b):
         return False
-    if issubclass(kind, tuple | dict) or _is_numpy(kind):
+    if issubclass(kind, tuple | dict) or issubclass(kind, _NUMPY):
         return same_content(a, b)
     return kind in _SCALARS and bool(a == b)
-
-
-def _is_numpy(kind: type) -> bool:
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and issubclass(kind, numpy.ndarray | numpy.generic)
 
 
 def version(tensor: torch.Tensor) -> int:

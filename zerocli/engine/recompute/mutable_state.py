@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ _MOST = 5_000
 class Reach:
     """The places where the code of modules keeps state: dictionaries, or views that are set like them."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], num_own: int) -> None:
         self.places: list[dict[str, Any]] = []
         self.buffers: list[dict[str, Any]] = []
         self._seen: dict[Any, Any] = {}
@@ -44,13 +44,13 @@ class Reach:
         """Variables of each module of Python that functions name."""
         self._next: deque[Any] = deque()
         """What is to be visited, the nearest first: there may be more objects than the search takes."""
-        self.first_drawing = len(modules)
-        """Position of the first module whose code names a global random generator."""
+        self._num_own, self.draws = num_own, False
+        """Whether the code of the first `num_own` modules names a global random generator."""
         for self._at, module in enumerate(modules):
             self._module(module)
             while self._next:
                 self._visit(self._next.popleft())
-        self.places += [_Globals(known, list(names)) for known, names in self._named.values() if names]
+        self.places += [_globals(known, list(names)) for known, names in self._named.values() if names]
 
     def _visit(self, value: Any) -> None:
         kind = type(value)  # not isinstance, which asks the object itself: it may be a proxy, or raise
@@ -79,8 +79,7 @@ class Reach:
             self._object(value)
 
     def _note_drawing(self, draws: bool) -> None:
-        if draws:
-            self.first_drawing = min(self.first_drawing, self._at)
+        self.draws = self.draws or (draws and self._at < self._num_own)
 
     def _all(self, values: Any) -> None:
         """Visit these later; not at once, because a chain of objects is as deep as it is long."""
@@ -110,7 +109,7 @@ class Reach:
         attributes = _attributes(value)
         found = [] if attributes is None else [attributes]
         if slots := {name: slot for each in kind.__mro__ for name, slot in _slots(each)}:
-            found.append(_Slots(value, slots))
+            found.append(_slot_values(value, slots))
         self.places += found
         if _is_own(_home(kind)):  # what a package's object refers to may be anything: a trainer, a whole program
             self._all((*(each for place in found for each in list(place.values())), *kind.__mro__))
@@ -121,7 +120,7 @@ class Reach:
             return
         self._seen[(id(kind), "class")] = kind
         if _is_own(_home(kind)):
-            self._hold(_Class(kind))
+            self._hold(_class_values(kind))
         for value in list(vars(kind).values()):
             function = getattr(value, "__func__", value)
             self._note_drawing(_draws(function))
@@ -137,7 +136,7 @@ class Reach:
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         cells = {name: cell for name, cell in cells.items() if name != "__class__" and _is_set(cell)}
         if closure := {name: cell for name, cell in cells.items() if _is_state(cell.cell_contents)}:
-            self.places.append(_Closure(closure))
+            self.places.append(_closure(closure))
         named = [known[name] for name in _names(code) if name in known]
         # `numpy.random`, or a module that is imported where it is used; not `torch.random`.
         self._note_drawing("random" in _names(code) and (not any(each is torch for each in named) or _imports(code)))
@@ -249,82 +248,60 @@ def _is_set(cell: types.CellType) -> bool:
 class View(dict[str, Any]):
     """What is kept elsewhere than in a dictionary, as one that can be set; `refresh` reads it again."""
 
+    def __init__(
+        self,
+        read: Callable[[], dict[str, Any]],
+        write: Callable[[str, Any], None],
+        remove: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._read, self._write, self._remove = read, write, remove
+        super().__init__(read())
+
     def refresh(self) -> None:
         self.clear()
         self.update(self._read())
 
-    def _read(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class _Closure(View):
-    """The variables of a function's closure."""
-
-    def __init__(self, cells: dict[str, types.CellType]) -> None:
-        self._cells = cells
-        super().__init__(self._read())
-
-    def _read(self) -> dict[str, Any]:
-        return {name: cell.cell_contents for name, cell in self._cells.items() if _is_set(cell)}
-
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        self._cells[name].cell_contents = value
+        self._write(name, value)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._remove(name)
+        return super().pop(name, *default)
 
 
-class _Globals(View):
-    """Those variables of a module of Python that one function names."""
+def _closure(cells: dict[str, types.CellType]) -> View:
+    """Return the variables of a function's closure."""
 
-    def __init__(self, variables: dict[str, Any], names: list[str]) -> None:
-        self._variables, self._names = variables, names
-        super().__init__(self._read())
+    def write(name: str, value: Any) -> None:
+        cells[name].cell_contents = value
 
-    def _read(self) -> dict[str, Any]:
-        return {name: self._variables[name] for name in self._names if name in self._variables}
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._variables[name] = value
+    return View(lambda: {name: cell.cell_contents for name, cell in cells.items() if _is_set(cell)}, write)
 
 
-class _Slots(View):
-    """The slots of an object; what its own code says of them is not asked."""
+def _globals(variables: dict[str, Any], names: list[str]) -> View:
+    """Return those variables of a module of Python that functions name."""
+    return View(lambda: {name: variables[name] for name in names if name in variables}, variables.__setitem__)
 
-    def __init__(self, owner: Any, slots: dict[str, Any]) -> None:
-        self._owner, self._slots = owner, slots
-        super().__init__(self._read())
 
-    def _read(self) -> dict[str, Any]:
+def _slot_values(owner: Any, slots: dict[str, Any]) -> View:
+    """Return the slots of an object; what its own code says of them is not asked."""
+
+    def read() -> dict[str, Any]:
         found = {}
-        for name, slot in self._slots.items():
+        for name, slot in slots.items():
             with contextlib.suppress(AttributeError):  # not assigned
-                found[name] = slot.__get__(self._owner)
+                found[name] = slot.__get__(owner)
         return found
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._slots[name].__set__(self._owner, value)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self._slots[name].__delete__(self._owner)
-        return super().pop(name, *default)
+    return View(read, lambda name, value: slots[name].__set__(owner, value), lambda name: slots[name].__delete__(owner))
 
 
-class _Class(View):
-    """The attributes of a class that are values, not definitions."""
+def _class_values(kind: type) -> View:
+    """Return the attributes of a class that are values, not definitions."""
 
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
-        super().__init__(self._read())
-
-    def _read(self) -> dict[str, Any]:
-        items = [(name, value) for name, value in vars(self._kind).items() if name[:2] != "__"]
+    def read() -> dict[str, Any]:
+        items = [(name, value) for name, value in vars(kind).items() if name[:2] != "__"]
         return {name: value for name, value in items if _is_state(value) and not hasattr(type(value), "__get__")}
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        type.__setattr__(self._kind, name, value)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        type.__delattr__(self._kind, name)
-        return super().pop(name, *default)
+    return View(read, functools.partial(type.__setattr__, kind), functools.partial(type.__delattr__, kind))

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Set
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -123,11 +124,10 @@ class ReachableState:
         """
         if self._pure:
             return Seen([], [], {}, [], [], [], [])
-        training = [module.training for module in self._own]
         if self.careful:
-            reach = Reach(self._modules)
+            reach = Reach(self._modules, len(self._own))
             self._places, self._buffers = reach.places, reach.buffers
-            self._draws = self._draws or reach.first_drawing < len(self._own)
+            self._draws = self._draws or reach.draws
         self._refresh()
         dicts = [(d, dict(d)) for d in (*self._places, *self._buffers)]
         positions = []
@@ -142,7 +142,8 @@ class ReachableState:
         versions = [(d, k, t, version(t)) for d in self._buffers for k, t in d.items() if t is not None]
         versions += [(d, k, t, version(t)) for d, k in self._still for t in leaves(d.get(k)) if _is_plain(t)]
         generators = _states() if self._draws or self.careful else []
-        return Seen(dicts, versions, copies, training, generators, self._lengths(), positions)
+        lengths = [(each, len(each)) for d, key in self._steady for each in containers(d.get(key))]
+        return Seen(dicts, versions, copies, self._mode, generators, lengths, positions)
 
     def _refresh(self) -> None:
         for each in self._places:
@@ -152,7 +153,7 @@ class ReachableState:
     def ran(self, seen: Seen) -> None:
         """Learn from the first run of a call what the block draws from; refuse a change that cannot be undone."""
         if self.careful and not self._draws:
-            self._draws = not _equal_states(seen.generators, _states())
+            self._draws = not all(map(same_content, seen.generators, _states()))
         if taken := [iterator for iterator, at in seen.positions if position(iterator) != at]:
             raise Refused(
                 f"{self.name} is recomputed, and its forward takes from a {type(taken[0]).__name__}, which cannot be "
@@ -166,9 +167,6 @@ class ReachableState:
                 f"{self.name} is recomputed, and its forward has changed the length of a {type(grown[0]).__name__}, "
                 f"but not in its first calls: {_EXCLUDE}"
             )
-
-    def _lengths(self) -> list[tuple[Any, int]]:
-        return [(each, len(each)) for d, key in self._steady for each in containers(d.get(key))]
 
     @contextlib.contextmanager
     def as_seen(self, seen: Seen, whole: bool) -> Iterator[None]:
@@ -250,7 +248,13 @@ class ReachableState:
 
     def _changed(self, seen: Seen) -> set[int]:
         """Return the ids of objects whose content differs from what the first run found; refuse what has no copy."""
-        found = {key for key, copied in seen.copies.items() if self._found(copied)}
+        careful = self.careful > 0
+        # After the first calls, a tensor with a copy is known to change; batch norm and `.data` count no version.
+        found = {
+            key
+            for key, copied in seen.copies.items()
+            if (not careful and isinstance(copied.original, torch.Tensor)) or _differs(copied, careful)
+        }
         self._note_changing(seen, found)
         for d, key, tensor, counted in seen.versions:
             if version(tensor) != counted and id(tensor) not in seen.copies:
@@ -265,11 +269,6 @@ class ReachableState:
         if found and self.careful:
             rows = ((d, key, value) for d, items in seen.dicts for key, value in items.items())
             self._changing |= {(id(d), k): d for d, k, v in rows if any(id(leaf) in found for leaf in leaves(v))}
-
-    def _found(self, copied: _Copy) -> bool:
-        if not self.careful and isinstance(copied.original, torch.Tensor):
-            return True  # it is known to change; neither batch norm nor `.data` counts a version
-        return _differs(copied, self.careful > 0)
 
     def _switch(self, now: list[bool], to: list[bool]) -> None:
         if now != to and not self._pure:
@@ -440,16 +439,10 @@ def _put(d: dict[str, Any], key: str, value: Any) -> None:
 
 def _states() -> list[Any]:
     """Return the states of Python's and numpy's global generators; checkpoint keeps torch's."""
-    numpy: Any = sys.modules.get("numpy")
-    return [random.getstate(), numpy.random.get_state() if numpy is not None else None]
+    return [random.getstate(), np.random.get_state()]
 
 
 def _restore_states(states: list[Any]) -> None:
     if states:
         random.setstate(states[0])
-        if states[1] is not None:
-            sys.modules["numpy"].random.set_state(states[1])
-
-
-def _equal_states(a: list[Any], b: list[Any]) -> bool:
-    return all(same_content(left, right) for left, right in zip(a, b, strict=True))
+        np.random.set_state(states[1])

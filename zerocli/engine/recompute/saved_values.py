@@ -25,8 +25,8 @@ class SavedValues:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._first: _Sums | None = None
-        self._returned: _Sums | None = None
+        self._first: dict[str, _Sums] = {}
+        """What the first run saved, and what it returned."""
         self.ended = False
         """Whether torch has ended the recomputation that runs."""
 
@@ -56,22 +56,18 @@ class SavedValues:
                 yield
         except BaseException as error:
             if is_end(error):
-                self._compare(self._first or [], found)
+                self._compare(self._first.get("saved", []), found)
             raise
-        if self._first is None:
-            self._first = found
-        else:
-            self._compare(self._first, found)
+        self._compare(self._first.setdefault("saved", found), found)
 
     def returned(self, output: Any) -> None:
         """Note what the first run returned; raise Refused if a later one returns other values."""
         found = [(leaf.dtype, _sums(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if self._returned is None:
-            self._returned = found
-        else:
-            self._compare(self._returned, found)
+        self._compare(self._first.setdefault("returned", found), found)
 
     def _compare(self, before: _Sums, found: _Sums) -> None:
+        if before is found:
+            return
         for (dtype, first), (_, again) in zip(before, found, strict=False):
             if first is not None and again is not None and not _alike(first.tolist(), again.tolist(), dtype):
                 raise Refused(

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
 from zerocli.errors import Refused
@@ -96,8 +97,7 @@ class _Output:
 
     @property
     def storages(self) -> list[int]:
-        tensors = self.value if isinstance(self.value, tuple) else (self.value,)
-        return [each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)]
+        return [each.untyped_storage()._cdata for each in tree_leaves(self.value) if isinstance(each, torch.Tensor)]
 
 
 class KeptOutputs:
@@ -133,7 +133,10 @@ class KeptOutputs:
                 with self._counting(), mode:
                     yield
                 self._recorded = True
-                self._drop_last()
+                # Outputs that were made after the last tensor was saved: recomputation stops before them.
+                for output in self._outputs:
+                    if output.num_saved >= self._num_saved:
+                        output.value = None
         finally:
             self._runs, self._storages = False, {}
             _running.pop()
@@ -160,26 +163,20 @@ class KeptOutputs:
         num_saved = self._num_saved
         value = operation(*args, **kwargs)
         if operation in EXPENSIVE:
-            kept = _detached(value) if is_kept(operation, args, kwargs) else None
+            # Without its place in the graph, which would keep the graph alive.
+            kept = tree_map_only(torch.Tensor, torch.Tensor.detach, value) if is_kept(operation, args, kwargs) else None
             output = _Output(operation, kept, num_saved)
             self._outputs.append(output)
             self._storages.update(dict.fromkeys(output.storages, output))
         return value
 
     def _drop(self, tensor: torch.Tensor) -> None:
-        output = self._storages.get(tensor.untyped_storage()._cdata)
-        if output is not None:
+        if (output := self._storages.get(tensor.untyped_storage()._cdata)) is not None:
             self._forget(output)
             output.value = None
 
     def _forget(self, output: _Output) -> None:
         self._storages = {storage: each for storage, each in self._storages.items() if each is not output}
-
-    def _drop_last(self) -> None:
-        """Drop outputs that were made after the last tensor was saved: recomputation stops before them."""
-        for output in self._outputs:
-            if output.num_saved >= self._num_saved:
-                output.value = None
 
     def _replay(self, operation: Any, args: Any, kwargs: Any) -> Any:
         if self._paused or operation not in EXPENSIVE:
@@ -267,21 +264,4 @@ def _changed(operation: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     for at, argument in enumerate(operation._schema.arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         if everything or (argument.alias_info is not None and argument.alias_info.is_write):
-            for each in _flat(value):
-                if isinstance(each, torch.Tensor):
-                    yield each
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _flat(each)
-    else:
-        yield value
-
-
-def _detached(value: Any) -> Any:
-    """Return an output without its place in the graph, which would keep the graph alive."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    return tuple(_detached(each) for each in value) if isinstance(value, list | tuple) else value
+            yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))

@@ -25,8 +25,8 @@ _UNDER_WAY: list[Backward] = []
 class Backward:
     """Runs the backward passes of one engine and counts them."""
 
-    def __init__(self, engine: Engine, accumulate: int) -> None:
-        self._engine, self._accumulate = engine, accumulate
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.gradients = Gradients()
         """Gradient status, shared with the engine's parameters."""
         self.count = 0
@@ -50,7 +50,7 @@ class Backward:
             if seed is None:
                 loss.backward(retain_graph=retain_graph)
             else:
-                with self._engine.hooks.unscaled_outside(loss, seed):
+                with self._engine.hooks.ends.unscaled(loss, seed):
                     (loss * seed).backward(retain_graph=retain_graph)
             raise_caught(made)
             self._engine.reducer.launch_rest()
@@ -97,12 +97,11 @@ class Backward:
         by_slot = {each._engine.member.slot: each for each in _UNDER_WAY}
         for slot in range(agreement.channel.num_slots):
             if anywhere >> slot & 1 and slot not in by_slot:
-                member = agreement.channel.member(slot)
-                if member is None or member.passes is None:
+                if (other := agreement.channel.agreement(slot)) is None:
                     raise Refused("another rank's loss depends on a model whose engine is closed on this rank")
-                member.passes._begin(joining=True)
-                _UNDER_WAY.append(member.passes)
-                by_slot[slot] = member.passes
+                other.passes._begin(joining=True)
+                _UNDER_WAY.append(other.passes)
+                by_slot[slot] = other.passes
         return [by_slot[slot] for slot in sorted(by_slot)]
 
     def _tell(self, error: BaseException) -> None:
@@ -177,7 +176,7 @@ class Backward:
         return scale.value / self._engine.collectives.world if scale.active else None
 
     def _begin(self, joining: bool = False) -> None:
-        engine, accumulate = self._engine, self._accumulate
+        engine, accumulate = self._engine, self._engine.settings.accumulate
         if self.count >= accumulate:
             raise Refused(
                 f"backward was called {self.count + 1} times before step(); shard(..., accumulate={self.count + 1}) "

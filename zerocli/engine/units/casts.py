@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import traceback
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from typing import Any
 
@@ -90,12 +91,11 @@ class InputCasts:
 
 def _failed_batch_norm(error: BaseException) -> nn.Module | None:
     """Return the layer with running statistics in whose forward torch raised the error, if there is one."""
-    found, at = None, error.__traceback__
-    while at is not None:
-        module = at.tb_frame.f_locals.get("self")
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             found = module
-        at = at.tb_next
     return found
 
 

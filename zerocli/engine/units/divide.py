@@ -1,20 +1,14 @@
-"""Which modules of a model are units, which unit has each parameter, and how its flats are laid out."""
+"""Which modules of a model are units, and which unit has each parameter."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import nn
 
-from zerocli.engine.grouped import Shards
-from zerocli.engine.units.unit import Flat, Unit
-from zerocli.errors import Refused
-from zerocli.layout.codecs import is_encoded
-from zerocli.layout.flats import align_of, flat_spec
+from zerocli.engine.units.unit import Unit
 from zerocli.layout.recompute import Recompute, read_recompute
-from zerocli.layout.shards import lay_out
-from zerocli.layout.stage import Stage
 
 UnitChoice = Callable[[nn.Module], bool] | type[nn.Module] | Sequence[nn.Module] | None
 
@@ -53,10 +47,13 @@ def recomputed_units(units: Sequence[Unit], choice: bool | int | str | Recompute
 
 def repeated_units(units: Sequence[Unit]) -> list[Unit]:
     """Return the repeated blocks: units that share their class with another; else members of a list of modules."""
-    inner = [unit for unit in units if unit.index > 0]
-    classes = [type(unit.module) for unit in inner]
-    blocks = [unit for unit in inner if classes.count(type(unit.module)) > 1]
-    return blocks or [unit for unit in inner if unit.name.rpartition(".")[2].isdigit()]
+    return of_one_class(units) or [unit for unit in units if unit.name.rpartition(".")[2].isdigit()]
+
+
+def of_one_class(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units, other than the rest, that share their class with another unit."""
+    classes = Counter(type(unit.module) for unit in units if unit.index > 0)
+    return [unit for unit in units if unit.index > 0 and classes[type(unit.module)] > 1]
 
 
 def find_units(model: nn.Module, choice: UnitChoice = None) -> list[tuple[str, nn.Module]]:
@@ -142,40 +139,3 @@ def outside(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
 
 def _inside(inner: nn.Module, outer: nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
-
-
-def build_flats(
-    unit: Unit,
-    named: Sequence[tuple[str, nn.Parameter]],
-    group_of: Callable[[str, nn.Parameter], int],
-    dtype_of: Callable[[str, nn.Parameter], torch.dtype],
-    trains: Callable[[nn.Parameter], bool],
-    stage: Stage,
-    shards: Shards,
-    codec: str = "",
-    encodes: Callable[[str], bool] = lambda name: True,
-) -> None:
-    """Lay out the unit's parameters in flats for this rank; allocates nothing.
-
-    Frozen matrices are encoded by `codec`, if one is given and `encodes` allows it for their name.
-    """
-    kinds: dict[tuple[bool, torch.dtype, str], list[tuple[str, nn.Parameter]]] = {}
-    for name, p in named:
-        if trains(p) and not p.dtype.is_floating_point:
-            raise Refused(
-                f"{name} is {p.dtype}: only real floating-point parameters can be trained; keep a complex one as a "
-                "real tensor of shape (..., 2) and use torch.view_as_complex in forward"
-            )
-        dtype, frozen = dtype_of(name, p), not trains(p)
-        real = dtype.is_floating_point and dtype.itemsize > 1
-        encoded = frozen and real and is_encoded(name, tuple(p.shape)) and encodes(name)
-        kinds.setdefault((not frozen, dtype, codec if encoded else ""), []).append((name, p))
-    for (trainable, dtype, used), members in kinds.items():
-        groups = [group_of(name, p) if trainable else 0 for name, p in members]
-        places = [(n, tuple(p.shape), g) for (n, p), g in zip(members, groups, strict=True)]
-        layout = lay_out(places, shards.world, align_of(used))
-        by_name = dict(members)
-        ordered = [by_name[entry.name] for entry in layout.entries]
-        ranks = (shards.world, shards.rank)
-        spec = flat_spec(unit.name or "rest", layout, dtype.itemsize, stage, *ranks, trainable, used)
-        unit.flats.append(Flat(unit, spec, ordered, dtype))

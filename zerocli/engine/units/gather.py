@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offload.mover import StagedStore
 from tiers.events import NOTHING
 from zerocli.engine.comm import Pending
-from zerocli.engine.context import Context
 from zerocli.engine.grouped import Grouped
 from zerocli.engine.streams import SideStream, StreamEvent
 from zerocli.engine.units.codecs import decode
@@ -25,6 +24,10 @@ from zerocli.errors import Refused
 from zerocli.layout.buffers import COPIES, DECODING, gather_limits, gather_name, has_copy, staged_name
 from zerocli.layout.codecs import scratch_nbytes
 
+if TYPE_CHECKING:
+    from zerocli.engine.agreement import Agreement
+    from zerocli.engine.engine import Engine
+
 
 @dataclass(eq=False)
 class GroupCopy:
@@ -33,34 +36,6 @@ class GroupCopy:
     memory: torch.Tensor
     num_changes: int = -1
     """The flat's `num_changes` when it was filled, which is the same on all ranks."""
-
-
-class BeforeGather(Protocol):
-    """Issues a flat's pending update; see `Updater.issue_into` for `own` and `free`."""
-
-    def __call__(self, flat: Flat, own: torch.Tensor | None = None, free: StreamEvent | None = None, /) -> bool: ...
-
-
-class Decoding(Pending):
-    """Encoded parameters on their way; `wait` decodes them once they have arrived."""
-
-    def __init__(self, arrived: Pending | None, act: Callable[[], None], what: str) -> None:
-        super().__init__(None, None, what)
-        self._arrived, self._act = arrived, act
-
-    @property
-    def done(self) -> bool:
-        return self._arrived is None or self._arrived.done
-
-    @property
-    def work(self) -> dist.Work | None:
-        return self._arrived.work if self._arrived is not None else None
-
-    def wait(self) -> None:
-        if self._arrived is not None:
-            self._arrived.wait()
-        with torch.no_grad():
-            self._act()
 
 
 class Pin:
@@ -79,49 +54,44 @@ class Pin:
 class Gatherer:
     """Gathers units, prefetching them in the order traced in the previous step, and releases them."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        context: Context,
-        deferred: bool,
-        before_gather: BeforeGather,
-        look_ahead: Callable[[Sequence[Unit], Sequence[Unit]], None],
-        agree: Callable[[Flat], None],
-    ) -> None:
-        self._units, self._device = units, context.device
-        self._collectives, self._shards = context.collectives, context.shards
-        self._waits, self._events = context.waits, context.events
-        self._limit = context.sizing.gather_buffers
-        self._limits = gather_limits([flat.spec for unit in units for flat in unit.flats], context.sizing)
-        self._before_gather, self._look_ahead, self._agree = before_gather, look_ahead, agree
-        self._side = SideStream(context.device)
+    agreement: Agreement
+    """That of the same flats; set once it is made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._units, self._device = engine, engine.units, engine.device
+        self._collectives, self._shards = engine.collectives, engine.shards
+        self._waits, self._events = engine.waits, engine.events
+        flats, sizing = list(engine.flats()), engine.sizing
+        self._limit = sizing.gather_buffers
+        self._limits = gather_limits([flat.spec for flat in flats], sizing)
+        self._side = SideStream(engine.device)
         self._pool: dict[tuple[tuple[int, int, int], torch.dtype], list[Buffer]] = {}
-        self._copied = {id(flat) for unit in units for flat in unit.flats if has_copy(flat.spec, context.sizing)}
+        self._copied = {id(flat) for flat in flats if has_copy(flat.spec, sizing)}
         self._copies: dict[int, GroupCopy] = {}
         """By flat id: made when it is gathered first."""
         self._scratch: torch.Tensor | None = None
         """Memory in which encoded parameters are decoded, one flat after another on the side stream."""
-        encoded = [flat for unit in units for flat in unit.flats if flat.codec]
-        sizes = (scratch_nbytes(flat.codec, flat.layout.total, context.device.type) for flat in encoded)
+        encoded = [flat for flat in flats if flat.codec]
+        sizes = (scratch_nbytes(flat.codec, flat.layout.total, engine.device.type) for flat in encoded)
         self._scratch_nbytes = max(sizes, default=0)
         self._buffer_of: dict[int, Buffer] = {}
-        self._pins: dict[int, int] = {unit.index: 0 for unit in units}
+        self._pins: dict[int, int] = {unit.index: 0 for unit in engine.units}
         self._clock = 0
         self._order: list[int] = []
         self._seen: list[int] = []
         self._update_order: list[Unit] | None = None
         self._cursor = 0
-        self._replaced: list[ReleasedBuffer] = []
+        self.replaced: list[ReleasedBuffer] = []
+        """Buffers that were dropped from the pool."""
         self.interrupted = False
         """Whether a gather has failed on this rank that others may have begun."""
-        self.deferred = deferred
+        self.deferred = engine.settings.defer_update
         """Whether the compute stream waits for updated resident parameters only when their unit is used."""
-        self.moves = any(flat.state is not State.RESIDENT for unit in units for flat in unit.flats)
+        self.moves = any(flat.state is not State.RESIDENT for flat in flats)
         """Whether any parameter is gathered and released; otherwise there is nothing to hook or release."""
-        stores = [flat.param_store for unit in units for flat in unit.flats]
-        self._far = any(store is not None and not store.tier.addressable for store in stores)
+        self._far = any(flat.param_store is not None and not flat.param_store.tier.addressable for flat in flats)
         """Whether any parameters are on a tier that must be read well ahead (a disk)."""
-        self.saved = SavedViews(self._buffers, lambda: self._replaced, self._need_flat, self._all_stay)
+        self.saved = SavedViews(self)
 
     # -- the order of use ------------------------------------------------------------------------------------------
 
@@ -132,13 +102,13 @@ class Gatherer:
         """
         if record:
             self._seen.append(unit.index)
-        self._cursor = self._position_after(unit.index)
+        ahead = self._order[self._cursor :]
+        self._cursor += ahead.index(unit.index) + 1 if unit.index in ahead else len(ahead)
         with _outside_checkpoints():
             self.need(unit)
             self.prefetch()
         if self._far:
-            order = [self._units[index] for index in self._order]
-            self._look_ahead(order[self._cursor :], order[: self._cursor])
+            self._look_ahead()
 
     def forward_order(self) -> list[Unit]:
         """Return all units in the order of rank 0's first forward, the same on every rank.
@@ -170,11 +140,19 @@ class Gatherer:
         """Forget what this step has used: it is run again from its beginning."""
         self._seen, self._cursor = [], 0
 
-    def _position_after(self, index: int) -> int:
-        for at in range(self._cursor, len(self._order)):
-            if self._order[at] == index:
-                return at + 1
-        return len(self._order)
+    def _look_ahead(self) -> None:
+        """Tell the mover which parameters are used next: the rest of this step's order, then its beginning in the next.
+
+        Parameters that this step or a pending update will still change are not read ahead.
+        """
+        updater, uses = self._engine.updater, []
+        for at in (*range(self._cursor, len(self._order)), *range(self._cursor)):
+            for flat in self._units[self._order[at]].flats:
+                if isinstance(flat.param_store, StagedStore):
+                    read = not updater.has_pending_update(flat) if at >= self._cursor else not flat.trainable
+                    uses.append((flat.param_store, read))
+        if uses:
+            self._engine.mover.expect(uses)
 
     def prefetch(self) -> bool:
         """Start gathering the next units while buffers are free; return whether any gather was started."""
@@ -197,9 +175,10 @@ class Gatherer:
         """Make the unit's parameters usable on the current stream; gathers those that were not prefetched."""
         with self.pinned(unit):  # one flat of the unit must not take another's buffer
             for flat in unit.flats:
-                self._need_flat(flat)
+                self.need_flat(flat)
 
-    def _need_flat(self, flat: Flat) -> None:
+    def need_flat(self, flat: Flat) -> None:
+        """Make a flat's parameters usable on the current stream."""
         # Whole parameters are not gathered, so a deferred update that has not been issued yet is issued here.
         if self.deferred and flat.resident is not None:
             self._before_gather(flat)
@@ -216,7 +195,7 @@ class Gatherer:
             flat.pending = None
             buffer = self._buffer_of.get(id(flat))
             if buffer is not None:
-                flat.attach(buffer.wholes[id(flat)], buffer.views[id(flat)])
+                flat.attach(*buffer.views[id(flat)])
         flat.gradient.free_used()  # its update came before what was waited for
         if flat.unread:
             flat.forbid_reads(False)
@@ -226,13 +205,13 @@ class Gatherer:
 
     def _fill(self, flat: Flat, buffer: Buffer) -> None:
         assert buffer.holder is None
-        buffer.holder = flat  # set before _agree, which may gather other flats into other buffers
+        buffer.holder = flat  # set before agree_on, which may gather other flats into other buffers
         self._buffer_of[id(flat)] = buffer
-        buffer.views_of(flat)
+        full = buffer.part_for(flat)
         try:
-            self._agree(flat)
+            self.agreement.agree_on(flat)
             self.interrupted = True
-            flat.pending = self._gather(flat, buffer.wholes[id(flat)], buffer.freed, buffer.staged)
+            flat.pending = self._gather(flat, full, buffer.freed, buffer.staged)
             self.interrupted = False
         except BaseException:
             self._drop(flat)
@@ -273,6 +252,21 @@ class Gatherer:
                         flat.param_store.fetch(0, own).wait()
                 return self._all_gather(flat, full, own)
 
+    def _before_gather(self, flat: Flat, own: torch.Tensor | None = None, free: StreamEvent | None = None) -> bool:
+        """Issue the rest of a flat's update; the host may have to wait for states on a disk, which delays compute.
+
+        With `own`, memory for this rank's slice that is free after an event, return whether it is written there.
+        """
+        updater = self._engine.updater
+        updater.run_ahead()
+        if not updater.has_pending_update(flat):
+            return False
+        with self._waits.waiting("optimizer"):
+            if own is not None and free is not None:
+                return updater.issue_into(flat, own, free)
+            updater.issue_updates(flat)
+        return False
+
     def _all_gather(self, flat: Flat, full: torch.Tensor, own: torch.Tensor) -> Pending:
         """Start to gather `full`: from this rank's group if that has a copy, which is renewed after a change."""
         what, copy = f"parameters of {flat.unit.title}", self._copies.get(id(flat))
@@ -286,7 +280,7 @@ class Gatherer:
 
     def _gather_encoded(self, flat: Flat, full: torch.Tensor, staged: torch.Tensor | None) -> Pending:
         """Start to fetch and gather an encoded flat, and to decode it into `full`."""
-        what, arrived, encoded = f"parameters of {flat.unit.title}", None, flat.shard
+        pending, encoded = Pending(None, None), flat.shard
         if flat.param_store is not None:
             assert staged is not None
             share = staged.numel() * flat.own.start // flat.layout.total
@@ -296,13 +290,14 @@ class Gatherer:
         assert encoded is not None
         if flat.own.numel < flat.layout.total:
             assert staged is not None
-            arrived, encoded = self._all_gather(flat, staged, encoded), staged
-        pending = Decoding(arrived, functools.partial(self._decode, flat.codec, encoded, full), what)
+            pending, encoded = self._all_gather(flat, staged, encoded), staged
+        pending.then = functools.partial(self._decode, flat.codec, encoded, full)
         if self._device.type == "cuda":  # nothing waits: decoding is queued behind the gather on this side stream
             pending.wait()
-            return Pending(None, StreamEvent(self._device), what)
+            return Pending(None, StreamEvent(self._device))
         return pending
 
+    @torch.no_grad()
     def _decode(self, codec: str, encoded: torch.Tensor, full: torch.Tensor) -> None:
         if self._scratch is None and self._scratch_nbytes:
             self._scratch = torch.empty(self._scratch_nbytes, dtype=torch.uint8, device=self._device)
@@ -355,7 +350,7 @@ class Gatherer:
             for flat in unit.flats:
                 if flat.pending is not None and (resident or flat.resident is None):
                     try:
-                        self._need_flat(flat)
+                        self.need_flat(flat)
                     except Exception:
                         if not quietly:
                             raise
@@ -407,7 +402,7 @@ class Gatherer:
         buffer = min(idle, key=lambda b: (b.holder is not None and b.holder.pending is not None, b.used_at))
         # A gather into it may be in flight; two must not write to the same memory.
         assert buffer.holder is not None
-        self._need_flat(buffer.holder)
+        self.need_flat(buffer.holder)
         self._vacate(buffer.holder)
         return self._unaliased(buffers, buffers.index(buffer), flat)
 
@@ -418,7 +413,7 @@ class Gatherer:
         thread of gloo's may still keep a view on one rank and not on another.
         """
         if buffers[at].aliased:
-            self._replaced.append(ReleasedBuffer(buffers[at]))
+            self.replaced.append(ReleasedBuffer(buffers[at]))
             buffers[at] = self._grow([], flat)
         return buffers[at]
 
@@ -435,8 +430,8 @@ class Gatherer:
     def released_with_views(self) -> list[ReleasedBuffer]:
         """Return the released buffers that other code keeps views of; called while no unit is gathered."""
         free = [b for buffers in self._pool.values() for b in buffers if b.holder is None and b.last is not None]
-        self._replaced = [each for each in self._replaced if each.held]
-        return [*self._replaced, *(ReleasedBuffer(buffer) for buffer in free if buffer.aliased)]
+        self.replaced = [each for each in self.replaced if each.held]
+        return [*self.replaced, *(ReleasedBuffer(buffer) for buffer in free if buffer.aliased)]
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (category, name, tensor) of the gather buffers."""
@@ -444,15 +439,16 @@ class Gatherer:
             yield "buffers", DECODING, self._scratch
         for copy in self._copies.values():
             yield "gathered", COPIES, copy.memory
-        for buffer in self._buffers():
+        for buffer in self.buffers():
             yield "gathered", gather_name(buffer.tensor.numel()), buffer.tensor
             if buffer.staged is not None:
                 yield "gathered", staged_name(buffer.staged.numel()), buffer.staged
 
-    def _buffers(self) -> Iterator[Buffer]:
+    def buffers(self) -> Iterator[Buffer]:
         return (buffer for buffers in self._pool.values() for buffer in buffers)
 
-    def _all_stay(self) -> bool:
+    def all_stay(self) -> bool:
+        """Whether all units stay gathered for now."""
         return all(self._pins[unit.index] > 0 and self.holds(unit) for unit in self._units if unit.flats)
 
     def saving(self) -> contextlib.AbstractContextManager[object]:

@@ -24,10 +24,8 @@ class Buffer:
     freed: StreamEvent | None = None
     """The last compute that reads the buffer ends here; the next gather into it starts after this event."""
     used_at: int = 0
-    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Parameter views by flat id, created once."""
-    wholes: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The part that a flat takes, by its id."""
+    views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    """The part that a flat takes, and its parameters as views, by the flat's id; created once."""
     own_uses: int = 0
     """Use count of the storage without references from outside the gatherer."""
     last: Flat | None = None
@@ -46,14 +44,13 @@ class Buffer:
         """Whether other code keeps a view of it; only valid while no parameter is a view of it."""
         return self.uses > self.own_uses
 
-    def views_of(self, flat: Flat) -> list[torch.Tensor]:
-        """Return the flat's parameters as views of the buffer; called while no other code refers to it."""
+    def part_for(self, flat: Flat) -> torch.Tensor:
+        """Return the part that the flat takes from now on; called while no other code refers to the buffer."""
         if id(flat) not in self.views:
-            self.wholes[id(flat)] = self.tensor[: flat.layout.total]
-            self.views[id(flat)] = flat.views(self.tensor)
-            mark_own(self.wholes[id(flat)], *self.views[id(flat)])
+            self.views[id(flat)] = self.tensor[: flat.layout.total], flat.views(self.tensor)
+            mark_own(self.views[id(flat)][0], *self.views[id(flat)][1])
         self.own_uses, self.last = self.uses, flat
-        return self.views[id(flat)]
+        return self.views[id(flat)][0]
 
 
 class ReleasedBuffer:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from tiers.events import NOTHING
 from zerocli.engine import agreement
 from zerocli.engine.events import BACKWARD, FORWARD, RUNNING
-from zerocli.engine.recompute.compiled import NOT_RUN, CompiledBlocks
+from zerocli.engine.recompute.compiled import NOT_RUN, SELECTIVE, WHOLE, CompiledBlocks
 from zerocli.engine.recompute.recomputed_call import ReachableState, RecomputedCall
 from zerocli.engine.recompute.selective import KeptOutputs, paused
 from zerocli.engine.units.casts import InputCasts, change_tensors
@@ -57,7 +57,7 @@ class Hooks:
         """Units with a call that cannot be tracked: their gradients are complete only when backward ends."""
         self.generation = 0
         """Incremented when parameters change: backward through a graph of an earlier generation is refused."""
-        self._ends = Ends()
+        self.ends = Ends()
         self._casts = InputCasts(engine.model, engine.precision.compute, engine.settings.cast_inputs)
         self._modules = [unit.module for unit in engine.units]
         self._outside = list(outside(engine.model, {id(unit.module) for unit in engine.units[1:]}))
@@ -126,7 +126,7 @@ class Hooks:
             # before_forward may have made new flats for unfrozen parameters, with another gatherer.
             gatherer, self._records = engine.gatherer, grad
             if grad and engine.loss_scale.active:
-                self._ends.note_inputs((args, kwargs))
+                self.ends.note_inputs((args, kwargs))
         elif self._records and not grad:  # a reentrant checkpoint
             engine.reducer.hold(unit)
         # A gather is the engine's own work: neither the caller's transforms nor selective recomputation may see it.
@@ -141,7 +141,7 @@ class Hooks:
                 output = function(*args, **kwargs)
                 raise_caught(made)
                 if gatherer.moves or (outermost and grad):
-                    output = self._watch_output(unit, output, outermost)
+                    output = change_tensors(output, lambda value: self._watch(unit, value, outermost))
             finished = True
         except RuntimeError as error:
             if gatherer.moves and grad and disables_hooks(error):
@@ -215,17 +215,18 @@ class Hooks:
                 return body(*args, **kwargs)
             with engine.activations.keeping(unit.name, leaves):
                 if self.blocks.includes(unit):  # see [Note: recomputation of compiled blocks]
-                    output = self.blocks.run_recomputed(unit, eager, args, kwargs, selective)
+                    recompute = SELECTIVE if selective else WHOLE
+                    output = self.blocks.attempt(unit, eager, args, kwargs, fullgraph=True, recompute=recompute)
                     if output is not NOT_RUN:
                         return output
                 call = RecomputedCall(reach, functools.partial(self._check, self.generation), args, kwargs, leaves)
                 kept = KeptOutputs(lambda: call.ended) if selective else None
                 # Each object once: attention projects its inputs together where query, key and value are one tensor.
-                places = {id(leaf): at for at, leaf in enumerate(leaves)}
-                at = {place: index for index, place in enumerate(places.values())}
-                where = (spec, [at[places[id(leaf)]] for leaf in leaves])
+                once = {id(leaf): leaf for leaf in leaves}
+                places = {key: place for place, key in enumerate(once)}
+                where = (spec, [places[id(leaf)] for leaf in leaves])
                 with call.to_its_end():
-                    return checkpoint(inner, kept, call, where, *(leaves[place] for place in at), use_reentrant=False)
+                    return checkpoint(inner, kept, call, where, *once.values(), use_reentrant=False)
 
         return outer
 
@@ -244,11 +245,8 @@ class Hooks:
                 return
         self._unsure.add(unit.index)
 
-    def _watch_output(self, unit: Unit, output: Any, outermost: bool) -> Any:
-        """Register hooks that report when backward reaches the unit; an output that is a view of a buffer is cloned."""
-        return change_tensors(output, lambda value: self._watch(unit, value, outermost))
-
     def _watch(self, unit: Unit, value: torch.Tensor, outermost: bool) -> torch.Tensor:
+        """Register hooks that report when backward reaches an output; one that is a view of a buffer is cloned."""
         engine, generation = self.engine, self.generation
         if engine.gatherer.moves and engine.gatherer.saved.locate(value) is not None:
             value = value.clone()
@@ -256,7 +254,7 @@ class Hooks:
             if outermost:
                 value.register_hook(lambda grad: self._check(generation))
                 if engine.loss_scale.active:
-                    self._ends.note_output(value)
+                    self.ends.note_output(value)
             if engine.gatherer.moves:
                 value.register_hook(lambda grad: self._enter_backward(unit))
         return value
@@ -277,10 +275,6 @@ class Hooks:
                     if any(p._version == int(found[1]) for p in flat.parameters):
                         return Refused(f"{STALE}, or keep the graph's parameters unchanged. {text[:300]}")
         return None
-
-    def unscaled_outside(self, loss: torch.Tensor, scale: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """Give tensors outside the model unscaled gradients while the body runs the backward of loss * scale."""
-        return self._ends.unscaled(loss, scale)
 
     def _check(self, generation: int) -> None:
         if generation != self.generation:
@@ -320,12 +314,11 @@ class Hooks:
         if retained:  # other calls of the graph than in this pass may follow, or the same ones again
             self._unsure.update(self._open)
         self._backward_units.clear()
-        self._ends.clear()
+        self.ends.clear()
 
     def abandon(self) -> None:
         """Drop the tracked calls after a failed backward."""
-        self._backward_units.clear()
-        self._ends.clear()
+        self.end_backward(retained=False)
         self._open.clear()
         self._unsure.update(unit.index for unit in self.engine.units)  # until the step ends
 

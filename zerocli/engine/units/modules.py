@@ -67,19 +67,18 @@ def wrap(module: nn.Module, unit: Unit, hooks: Hooks) -> Entry:
     if _ENTRY in module.__dict__:
         raise Refused(f"{type(module).__name__} is sharded by another engine already: close that one first")
     entry = Entry(unit, module, hooks)
-    entry.methods += ["_call_impl", "forward", "__deepcopy__", "__reduce_ex__", "load_state_dict"]
     routes = {
-        _ENTRY: entry,
         "load_state_dict": _load(module, entry),
         "forward": _forward(module, entry),
         "_call_impl": _call(module._call_impl, entry),
         "__deepcopy__": functools.partial(_deep_copy, module),
         "__reduce_ex__": functools.partial(_refuse_pickling, module),
     }
-    module.__dict__.update(routes)  # not by attributes, which the user's own __setattr__ may refuse
     if entry.root:
-        entry.methods.append("zero_grad")
-        module.__dict__["zero_grad"] = _zero(module.zero_grad, entry)
+        routes["zero_grad"] = _zero(module.zero_grad, entry)
+    entry.methods += routes
+    # Not by attributes, which the user's own __setattr__ may refuse.
+    module.__dict__.update(routes | {_ENTRY: entry})
     return entry
 
 

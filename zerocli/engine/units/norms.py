@@ -6,12 +6,16 @@ the same bits whether gradients are whole or partitioned, on the device or offlo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from zerocli.engine.context import Context
 from zerocli.engine.units.buckets import BucketPlans
 from zerocli.engine.units.unit import Flat
 from zerocli.layout.shards import Span
+
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
 
 NORM_ROW = 4096
 """Elements that a CPU adds up in fp32 at a time."""
@@ -23,9 +27,9 @@ class GradientNorms:
     Sums in different data-parallel groups may be rounded differently, so replicated gradients can differ.
     """
 
-    def __init__(self, flats: list[Flat], plans: BucketPlans, context: Context) -> None:
-        self._flats, self._plans, self._device = flats, plans, context.device
-        self._tensor_parallel, self._replicas = context.tensor_parallel, context.replicas
+    def __init__(self, flats: list[Flat], plans: BucketPlans, engine: Engine) -> None:
+        self._flats, self._plans, self._device = flats, plans, engine.device
+        self._tensor_parallel, self._replicas = engine.tensor_parallel, engine.replicas
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """By (index of the flat, first column)."""
 
@@ -48,8 +52,10 @@ class GradientNorms:
                     for columns in _measured(flat, plan.columns):
                         pieces[index, columns.start] = flat.gradient.held[start + columns.start : start + columns.stop]
         if pieces:
-            norms = _norms(list(pieces.values()))
-            self._norms.update(zip(pieces, norms, strict=True))
+            values = list(pieces.values())
+            # On a GPU with few kernel launches.
+            many = torch._foreach_norm(values, 2, torch.float32) if values[0].is_cuda else map(_norm, values)
+            self._norms.update(zip(pieces, many, strict=True))
 
     def measure_offloaded(self) -> None:
         """Fetch and measure all offloaded gradients, piece by piece; write back those that were made equal."""
@@ -74,31 +80,20 @@ class GradientNorms:
     def sum_of_squares(self) -> torch.Tensor:
         """Return this rank's part of the sum of squares, in fp64: a gradient that n ranks hold counts as 1/n of it."""
         squares, each = torch.zeros((), dtype=torch.float64, device=self._device), self._replicas.world
-        for replicated, copies in ((False, each), (True, each * self._tensor_parallel.world)):
-            if norms := self._norms_of(replicated):
-                squares = squares + torch.stack(norms).double().square().sum() / copies
-        return squares
-
-    def _norms_of(self, replicated: bool) -> list[torch.Tensor]:
-        found = []
-        for index, start in sorted(self._norms):
+        norms: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+        for (index, start), norm in sorted(self._norms.items(), key=lambda each: each[0]):
             flat = self._flats[index]
-            if (flat.own.start + start >= flat.replicated) == replicated:
-                found.append(self._norms[index, start])
-        return found
+            norms[flat.own.start + start >= flat.replicated].append(norm)
+        for replicated, copies in ((False, each), (True, each * self._tensor_parallel.world)):
+            if norms[replicated]:
+                squares = squares + torch.stack(norms[replicated]).double().square().sum() / copies
+        return squares
 
 
 def _measured(flat: Flat, columns: Span) -> list[Span]:
     """Split columns of the owned slice at the border between split and replicated parameters."""
     at = min(max(flat.replicated - flat.own.start, columns.start), columns.stop)
     return [span for span in (Span(columns.start, at), Span(at, columns.stop)) if span.numel]
-
-
-def _norms(pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each piece; on a GPU with few kernel launches."""
-    if pieces and pieces[0].is_cuda:
-        return list(torch._foreach_norm(pieces, 2, torch.float32))
-    return [_norm(piece) for piece in pieces]
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,13 @@ launched; reductions.py reduces it. All ranks launch the units in the same order
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerocli.engine.context import Context
 from zerocli.engine.guards.parameters import drop_grad, has_grad, take_grad
 from zerocli.engine.units.buckets import BucketPlans
 from zerocli.engine.units.norms import GradientNorms
@@ -23,29 +23,25 @@ from zerocli.engine.units.reductions import Reductions
 from zerocli.engine.units.unit import Flat, Unit
 from zerocli.errors import Refused
 
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
 
 class Reducer:
     """Reduces gradients as autograd accumulates them, so that each rank ends with the sum of its own slices."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        context: Context,
-        eager: bool,
-        together: Callable[[], bool],
-        finish_meeting: Callable[[], None],
-        unexpected: Callable[[str], None],
-    ) -> None:
-        self._stage, self._collectives, self._device = context.sizing.stage, context.collectives, context.device
-        self._eager, self._is_together, self._unexpected = eager, together, unexpected
-        self._finish_meeting = finish_meeting
+    def __init__(self, engine: Engine) -> None:
+        self._passes, self._channel, self._agrees = engine.passes, engine.channel, engine.agrees
+        self._stage, self._collectives, self._device = engine.stage, engine.collectives, engine.device
+        # If parameters are gathered, hooks report when a unit's backward is done; otherwise its last gradient does.
+        self._eager = not engine.gatherer.moves
         self._together = False
         """Whether reductions of this pass are launched only where ranks agree on them, and at its end."""
-        self._flats = [flat for unit in units for flat in unit.trainable]
-        plans = BucketPlans(self._flats, context.sizing, context.shards.world)
-        self.norms = GradientNorms(self._flats, plans, context)
+        self._flats = list(engine.trainable())
+        plans = BucketPlans(self._flats, engine.sizing, engine.shards.world)
+        self.norms = GradientNorms(self._flats, plans, engine)
         """Norms of the reduced gradients, measured by the step's last pass."""
-        self._reductions = Reductions(self._flats, context, plans, self.norms)
+        self._reductions = Reductions(self._flats, engine, plans, self.norms)
         self._order = list(reversed(self._flats))
         self._ordered_by_use = False
         self._arrived: dict[int, set[int]] = {id(flat): set() for flat in self._flats}
@@ -59,9 +55,8 @@ class Reducer:
         """Parameters of each flat that got a gradient on this rank in any of the step's micro-steps."""
         self._zeros: dict[int, set[int]] = {}
         """Parameters that have a zero gradient in this step even if backward brings none."""
-        self._completed: list[Flat] = []
-        self._done: set[int] = set()
-        """The flats in `_completed`."""
+        self._completed: dict[int, Flat] = {}
+        """The flats whose gradients are complete in this pass, by id, in the order in which they were."""
         self._launched: set[int] = set()
         """Flats whose reduction was launched in this pass: no gradient can be added to them any more."""
         self._next = 0
@@ -70,7 +65,7 @@ class Reducer:
         self.reduced = False
         """Whether gradients have been summed over all ranks."""
         # Replicas are summed in a step's last pass.
-        self._reduces_each_pass = context.sizing.stage.gradients and context.replicas.world == 1
+        self._reduces_each_pass = engine.stage.gradients and engine.replicas.world == 1
         self._handles = [self._register(flat, index) for flat in self._flats for index in range(len(flat.parameters))]
 
     def close(self) -> None:
@@ -81,11 +76,12 @@ class Reducer:
     def begin(self, first: bool, last: bool, joining: bool = False) -> None:
         """Begin a backward pass: `first` or `last` of the step's micro-steps; `joining` another engine's pass."""
         self._first, self._last, self.active = first, last, True
-        # Which engines join a pass, and when, may differ between ranks: theirs follow at its end, in one order.
-        self._together = joining or self._is_together()
+        # Which engines join a pass, and when, may differ between ranks: theirs follow at its end, in one order. The
+        # collectives of several engines are launched where their ranks exchange messages, in one order.
+        several = self._channel is not None and self._channel.num_slots > 1
+        self._together = joining or self._agrees or several
         self.reduced = False
-        self._next, self._completed = 0, []
-        self._done.clear()
+        self._next, self._completed = 0, {}
         self._launched.clear()
         self._nested.clear()
         self._graph_task = None
@@ -109,16 +105,6 @@ class Reducer:
 
     def _register(self, flat: Flat, index: int) -> RemovableHandle:
         """Register the gradient hook of a parameter, even if it is currently frozen."""
-        parameter = flat.parameters[index]
-        # torch refuses this hook on a tensor that does not require a gradient.
-        trains = parameter.requires_grad
-        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(
-            self._hook(flat, index)
-        )
-        parameter.requires_grad_(trains)
-        return handle
-
-    def _hook(self, flat: Flat, index: int) -> Callable[[nn.Parameter], None]:
         # Python's garbage collector does not traverse a parameter's hooks: a strong reference would leak the reducer.
         reducer, place = weakref.ref(self), self._flats.index(flat)
 
@@ -127,14 +113,19 @@ class Reducer:
             if alive is not None:
                 alive._accumulated(alive._flats[place], index, parameter)
 
-        return accumulated
+        parameter = flat.parameters[index]
+        # torch refuses this hook on a tensor that does not require a gradient.
+        trains = parameter.requires_grad
+        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
+        parameter.requires_grad_(trains)
+        return handle
 
     def _accumulated(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         if not has_grad(parameter):  # autograd calls the hook for undefined gradients too
             return
         if not self.active:
             try:
-                self._unexpected(flat.layout.entries[index].name)
+                self._passes.join(flat.layout.entries[index].name)
             except BaseException:
                 self.drop_grads()
                 raise
@@ -149,25 +140,17 @@ class Reducer:
         if self._graph_task is not None and torch._C._current_graph_task_id() != self._graph_task:
             self._nested.add(id(flat))
         if flat.gradient.is_whole:
-            self._keep(flat, index, parameter, add=not self._first or index in arrived)
+            grad = take_grad(parameter)
+            flat.gradient.open(self._device)
+            assert grad is not None
+            if self._first and index not in arrived:
+                flat.gradient.part(index).copy_(grad)
+            else:
+                flat.gradient.part(index).add_(grad)
         arrived.add(index)
-        if (
-            self._eager
-            and len(arrived) == len(flat.parameters)
-            and id(flat) not in self._nested
-            and id(flat) not in self._held
-        ):
+        late = id(flat) in self._nested or id(flat) in self._held
+        if self._eager and len(arrived) == len(flat.parameters) and not late:
             self.complete(flat)
-
-    def _keep(self, flat: Flat, index: int, parameter: nn.Parameter, add: bool) -> None:
-        """Move a parameter's gradient into the flat's whole gradient."""
-        grad = take_grad(parameter)
-        flat.gradient.open(self._device)
-        assert grad is not None
-        if add:
-            flat.gradient.part(index).add_(grad)
-        else:
-            flat.gradient.part(index).copy_(grad)
 
     def drop_grads(self) -> None:
         """Drop all gradients that autograd has accumulated in the parameters."""
@@ -189,8 +172,7 @@ class Reducer:
             for index in range(len(flat.parameters)):
                 if index not in self._arrived[id(flat)]:
                     flat.gradient.part(index).zero_()
-        self._completed.append(flat)
-        self._done.add(id(flat))
+        self._completed[id(flat)] = flat
         if not self._together:
             self.launch(self.ready)
 
@@ -200,7 +182,7 @@ class Reducer:
         if not self.active:
             return 0
         at = self._next
-        while at < len(self._order) and id(self._order[at]) in self._done:
+        while at < len(self._order) and id(self._order[at]) in self._completed:
             at += 1
         return at
 
@@ -215,7 +197,8 @@ class Reducer:
             flat = self._order[self._next]
             # Whole gradients are summed over the micro-steps on this rank first, and reduced once.
             if self._last or not flat.gradient.is_whole:
-                self._finish_meeting()
+                if self._channel is not None:
+                    self._channel.finish_meeting()
                 self._launched.add(id(flat))
                 self._reductions.launch(flat)
             self._next += 1
@@ -227,7 +210,7 @@ class Reducer:
 
     def _launch_all(self) -> None:
         """Launch all remaining reductions; gradients that have not arrived count as zero."""
-        for flat in [flat for flat in self._order if id(flat) not in self._done]:
+        for flat in [flat for flat in self._order if id(flat) not in self._completed]:
             self.complete(flat)
         self.launch(len(self._order))
 
@@ -241,8 +224,9 @@ class Reducer:
             self.norms.measure_on_device()  # offloaded gradients were measured as they were written
             self._held.clear()
         self.active, self.reduced = False, self._last or self._reduces_each_pass
-        if not self._ordered_by_use:
-            self._adopt_order()
+        if not self._ordered_by_use:  # that in which rank 0's first backward completed the units
+            completed = [self._flats.index(flat) for flat in self._completed.values()]
+            self.adopt(self._collectives.broadcast_indices(completed))
 
     def finish_early(self) -> None:
         """End the step's accumulation early: do the reductions and norms that wait for the last micro-step."""
@@ -273,20 +257,12 @@ class Reducer:
         self.free_grads()
         self.active = False
 
-    def _adopt_order(self) -> None:
-        """Adopt the order in which rank 0's first backward completed the units as the launch order."""
-        place = {id(flat): i for i, flat in enumerate(self._flats)}
-        order = self._collectives.broadcast_indices([place[id(flat)] for flat in self._completed])
-        self._order = [self._flats[i] for i in order]
-        self._ordered_by_use = True
-
     def order(self) -> list[int] | None:
         """Return the launch order as indices of flats; None before the first backward."""
-        place = {id(flat): i for i, flat in enumerate(self._flats)}
-        return [place[id(flat)] for flat in self._order] if self._ordered_by_use else None
+        return [self._flats.index(flat) for flat in self._order] if self._ordered_by_use else None
 
     def adopt(self, order: list[int] | None) -> None:
-        """Adopt the launch order of another run: with three or more ranks the rounding of sums depends on it."""
+        """Adopt a launch order, or that of another run: with three or more ranks the rounding of sums depends on it."""
         if order is not None and sorted(order) == list(range(len(self._flats))):
             self._order = [self._flats[i] for i in order]
             self._ordered_by_use = True

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from zerocli.engine.comm import Pending
-from zerocli.engine.context import Context
 from zerocli.engine.guards.parameters import take_grad
 from zerocli.engine.streams import SideStream
 from zerocli.engine.units.buckets import BucketPlan, BucketPlans, Completion, Pool, fill
@@ -29,33 +27,25 @@ from zerocli.engine.units.unit import Flat, Unit
 from zerocli.layout.buffers import BUCKETS, bucket_limit
 from zerocli.layout.shards import Span, round_up
 
+if TYPE_CHECKING:
+    from zerocli.engine.engine import Engine
+
 _Finish = Callable[[], None]
 """Waits for work that was issued, and does what is left."""
-
-
-@dataclass(eq=False)
-class _Sum:
-    """A sum within this rank's group that is in flight on a CPU."""
-
-    pending: Pending
-    follow: Callable[[], _Finish]
-    """Issues what comes after the sum; returns what finishes that."""
-    finish: _Finish | None = None
-    """Set once `follow` was called."""
 
 
 class Reductions:
     """Launches the reduction of one flat at a time on a side stream; `finish` completes all of them."""
 
-    def __init__(self, flats: list[Flat], context: Context, plans: BucketPlans, norms: GradientNorms) -> None:
-        sizing, device, waits = context.sizing, context.device, context.waits
+    def __init__(self, flats: list[Flat], engine: Engine, plans: BucketPlans, norms: GradientNorms) -> None:
+        sizing, device, waits = engine.sizing, engine.device, engine.waits
         self._stage, self._plans, self._norms = sizing.stage, plans, norms
-        self._shards, self._replicas, self._device = context.shards, context.replicas, device
-        self._waits, self._events = waits, context.events
+        self._shards, self._replicas, self._device = engine.shards, engine.replicas, device
+        self._waits, self._events = waits, engine.events
         self._side = SideStream(device)
         # Whole gradients are reduced in pieces with the same number of elements in fp32 as in the compute dtype. In
         # groups of ranks, each rank of a group has a slice of every piece.
-        slices = 1 if self._shards is context.collectives else self._shards.world
+        slices = 1 if self._shards is engine.collectives else self._shards.world
         self._limits: dict[torch.dtype, int] = {}
         for flat in flats:
             if flat.gradient.is_whole:
@@ -68,8 +58,8 @@ class Reductions:
         self._newest_in_run: Unit
         """The unit of the last gradient in the run."""
         self._unfinished: list[Completion] = []
-        self._sums: deque[_Sum] = deque()
-        """Sums whose `follow` is not called yet, in the order of their launch."""
+        self._sums: list[Completion] = []
+        """Issue what follows the sums that were launched, in the order of their launch."""
         self._flats = flats
         self._first = self._last = True
 
@@ -121,32 +111,29 @@ class Reductions:
         """Call `follow` once the sum is complete, in the order of launches; return what finishes both."""
         if self._device.type == "cuda":  # ordered by the stream that this runs on
             return follow()
-        this = _Sum(pending, follow)
-        self._sums.append(this)
+        rest: list[_Finish] = []
 
         # On a CPU the sum is complete only when the host has waited for it.
-        def finish() -> None:
-            if this.finish is None:
-                self._follow_up(this)
-            assert this.finish is not None
-            this.finish()
+        def start() -> None:
+            pending.wait()
+            rest.append(follow())
 
+        started = Completion(start)
+
+        def finish() -> None:
+            started.run()
+            rest[0]()
+
+        self._sums.append(started)
         return finish
 
     def _start_sums_over_replicas(self) -> None:
         """Issue the second sums of what was launched before."""
         if self._replicas.world > 1 and self._sums:
             with self._waits.waiting("collectives"):
-                self._follow_up(self._sums[-1])
-
-    def _follow_up(self, last: _Sum) -> None:
-        """Issue what follows the sums up to `last`, in their order; the host waits for each."""
-        while self._sums:
-            first = self._sums.popleft()
-            first.pending.wait()
-            first.finish = first.follow()
-            if first is last:
-                return
+                for each in self._sums:
+                    each.run()
+            self._sums.clear()
 
     def _at_finish(self, pending: Pending, follow: Callable[[], _Finish]) -> _Finish:
         """Call `follow` on the stream that this runs on; on a CPU when the host finishes, which waits for `pending`.

@@ -14,18 +14,21 @@ count of the buffer's storage. Such a buffer is never refilled: it is dropped fr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from tiers.events import NOTHING
 from zerocli.engine.guards.parameters import Released, name_of, no_values
-from zerocli.engine.units.gather_buffers import Buffer, ReleasedBuffer
 from zerocli.engine.units.unit import Flat
 from zerocli.errors import Refused
+
+if TYPE_CHECKING:
+    from zerocli.engine.units.gather import Gatherer
 
 STALE = (
     "this loss was computed with parameters that step() has changed since, or that were loaded or moved: run forward "
@@ -56,23 +59,12 @@ class SavedView:
 
 
 class SavedViews:
-    """Replaces views of gather buffers in what autograd saves, and recreates them in backward.
+    """Replaces views of gather buffers in what autograd saves, and recreates them in backward."""
 
-    `buffers` are those of the pool, `replaced` those that were dropped from it; `need` gathers a flat; `all_stay` says
-    whether all units stay gathered for now.
-    """
-
-    def __init__(
-        self,
-        buffers: Callable[[], Iterable[Buffer]],
-        replaced: Callable[[], Iterable[ReleasedBuffer]],
-        need: Callable[[Flat], None],
-        all_stay: Callable[[], bool],
-    ) -> None:
-        self._buffers, self._replaced, self._need, self._all_stay = buffers, replaced, need, all_stay
-        self._hooks: list[tuple[Any, Any]] = []
-        self._outer_hooks: list[Any] = []
-        """Of each of `_hooks`, the hooks that were active before, or None."""
+    def __init__(self, gatherer: Gatherer) -> None:
+        self._gatherer = gatherer
+        self._hooks: dict[int, Any] = {}
+        """The hooks that were active before ours, or None, by the id of our `pack`."""
 
     def locate(self, tensor: torch.Tensor) -> SavedView | None:
         """Return the position of `tensor` in its flat if it is a view of a gather buffer, else None."""
@@ -80,11 +72,11 @@ class SavedViews:
             address = tensor.data_ptr()
         except RuntimeError:  # a torch.func wrapper: keeping it keeps a reference to the buffer
             return None
-        for buffer in self._buffers():
+        for buffer in self._gatherer.buffers():
             start = buffer.tensor.data_ptr()
             if start <= address < start + buffer.tensor.nbytes and buffer.last is not None:
                 return _saved_view(tensor, address - start, buffer.last)
-        for released in self._replaced():
+        for released in self._gatherer.replaced:
             if released.start <= address < released.stop and released.held:
                 return _saved_view(tensor, address - released.start, released.flat)
         return None
@@ -93,7 +85,7 @@ class SavedViews:
         """Return the saved view, recreated from the buffer that holds its flat now; refuse changed values."""
         if saved.num_changes != saved.flat.num_changes:
             raise Refused(STALE)
-        self._need(saved.flat)
+        self._gatherer.need_flat(saved.flat)
         buffer = saved.flat.buffer
         assert buffer is not None
         if saved.dtype == buffer.dtype:
@@ -109,12 +101,12 @@ class SavedViews:
         if not torch.is_grad_enabled():
             return NOTHING
         if not allow_hooks():
-            if not self._all_stay():  # autograd would save views of buffers that are refilled
+            if not self._gatherer.all_stay():  # autograd would save views of buffers that are refilled
                 raise Refused(_NO_HOOKS)
             return NOTHING
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # Ours may be on top already, of the unit around this one.
-        return NOTHING if outer is not None and outer in self._hooks else self._saving(outer)
+        return NOTHING if outer is not None and id(outer[0]) in self._hooks else self._saving(outer)
 
     @contextlib.contextmanager
     def _saving(self, outer: Any) -> Iterator[None]:
@@ -133,8 +125,7 @@ class SavedViews:
                 return self.resolve(packed)
             return packed if outer_unpack is None else outer_unpack(packed)
 
-        self._hooks.append((pack, unpack))
-        self._outer_hooks.append(outer)
+        self._hooks[id(pack)] = outer
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield
@@ -143,14 +134,13 @@ class SavedViews:
                 raise Refused(_NO_HOOKS) from error
             raise
         finally:
-            self._hooks.pop()
-            self._outer_hooks.pop()
+            del self._hooks[id(pack)]
 
     def inside_checkpoint(self) -> bool:
         """Whether a checkpoint of torch's, around the units that run now, keeps what autograd saves."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top in self._hooks:
-            top = self._outer_hooks[self._hooks.index(top)]
+        if top is not None and id(top[0]) in self._hooks:
+            top = self._hooks[id(top[0])]
         return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
@@ -161,10 +151,8 @@ def allow_hooks() -> bool:
 
 def disables_hooks(error: BaseException) -> bool:
     """Whether torch raised an error because code disables saved-tensor hooks where there are some, in its own words."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code is _DISABLING.__code__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code is _DISABLING.__code__
 
 
 def _saved_view(tensor: torch.Tensor, nbytes: int, flat: Flat) -> SavedView:

@@ -17,6 +17,7 @@ from torch import nn
 from offload.record import Record
 from offload.store import Store
 from zerocli.engine.comm import Pending
+from zerocli.engine.guards.accept import watch_scripts
 from zerocli.engine.guards.holders import is_own, live_tensors, on_storages, storage_of
 from zerocli.engine.guards.parameters import (
     attach,
@@ -29,7 +30,6 @@ from zerocli.engine.guards.parameters import (
     note_values,
     release,
 )
-from zerocli.engine.guards.scripts import watch_scripts
 from zerocli.engine.streams import StreamEvent
 from zerocli.engine.units.codecs import decode, encode
 from zerocli.engine.units.gradient import FlatGradient
