@@ -54,7 +54,7 @@ class Plain:
         if off_by_one_rounding:
             move_by_one_rounding(self.names, rounding(precision.compute))
         self.masters = _masters(self.names, precision.compute)
-        self.schedule = make_schedule(optimizer.schedule, optimizer.lr, steps, optimizer.warmup, optimizer.min_lr)
+        self.schedule = make_schedule(optimizer, steps)
         self.optimizer = _make_optimizer(optimizer, list(self.masters.values()))
         self.steps = self.skipped = 0
 
