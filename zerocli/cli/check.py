@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -96,7 +95,8 @@ def command(
     if worker:
         die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
-    config = _without_auto(_smaller(configs.load(source, sets=sets, flags=flags), sets, flags))
+    config = _smaller(configs.load(source, sets=sets, flags=flags), sets, flags)
+
     _refuse(config, offload)
     if worker:
         os.environ.update(worker)
@@ -160,21 +160,19 @@ def _imported(name: str) -> Any:
 
 
 def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any]) -> configs.Config:
-    """Return the config with less data per step, unless the user set the amount."""
+    """Return the config with less data per step, unless the user set the amount, and no choice of what is recomputed:
+    each row says that itself.
+    """
+
     said = {text.partition("=")[0].strip() for text in sets} | {
         key for key, value in flags.items() if value is not None
     }
     values = {key: min(get(config, key), most) for key, most in LARGEST.items() if key not in said}
     if "train.global_batch" not in said and config.train.global_batch:
         values |= {"train.global_batch": 0, "train.accumulate": 2}
+    if config.activations.policy == configs.AUTO:
+        values["activations.policy"] = "keep"
     return config.with_values(values)
-
-
-def _without_auto(config: configs.Config) -> configs.Config:
-    """Return the config with activations kept instead of `auto`: each row says itself whether blocks are recomputed."""
-    if config.activations.policy != configs.AUTO:
-        return config
-    return config.with_values({"activations.policy": "keep"})
 
 
 def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
@@ -195,12 +193,9 @@ def _folder(worker: bool) -> Iterator[Path]:
     if worker and "ZEROCLI_PARENT" in os.environ:
         yield Path(os.environ["ZEROCLI_RUN_DIR"])
         return
-    path = Path(tempfile.mkdtemp(prefix="zerocli-check-"))
-    try:
-        (path / "logs").mkdir()
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="zerocli-check-", ignore_cleanup_errors=True) as name:
+        Path(name, "logs").mkdir()
+        yield Path(name)
 
 
 # -- what to run -------------------------------------------------------------------------------------------------------
@@ -286,7 +281,7 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
     """
     todo = checklist
     while todo.first < len(checklist.rows):
-        (folder / CHECKLIST).write_text(json.dumps(todo.as_dict()))
+        (folder / CHECKLIST).write_text(json.dumps(dataclasses.asdict(todo)))
         before = len(_entries(folder))
         job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
         code = job.run()

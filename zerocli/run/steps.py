@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,6 +48,18 @@ def micro_step(engine: Engine, batch: Batch, seeds: tuple[int, ...], weight: flo
         loss = loss * weight
     engine.backward(loss)
     return loss.detach()
+
+
+def micro_steps(
+    engine: Any, batches: Batches, config: Config, step: int, replicas: range, num_replicas: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Run the micro-steps that some of all data-parallel ranks have in a step, one after the other; yield each loss."""
+    for micro in range(config.train.accumulate):
+        for replica in replicas:
+            batch = batches.batch(step, micro, replica, num_replicas)
+            weight = batches.weight(step, micro, replica, num_replicas)
+            seeds = (config.train.seed, step, micro, replica)
+            yield micro_step(engine, tuple(part.to(device) for part in batch), seeds, weight)
 
 
 @dataclass

@@ -69,7 +69,7 @@ from zerocli.run.recompute import (
     trace_factory,
 )
 from zerocli.run.schedule import with_whole_steps
-from zerocli.run.steps import Diverged, Run, micro_step, run_steps
+from zerocli.run.steps import Diverged, Run, micro_steps, run_steps
 
 
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
@@ -358,12 +358,9 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
         engine.load_state_dict(start)
         for line in lines:
             total = torch.zeros((), dtype=torch.float64, device=engine.device)
-            for micro in range(accumulate):
-                for each in range(replicas):
-                    batch = batches.batch(line.step, micro, each, replicas)
-                    weight = batches.weight(line.step, micro, each, replicas)
-                    seeds = (config.train.seed, line.step, micro, each)
-                    total += micro_step(engine, tuple(part.to(engine.device) for part in batch), seeds, weight)
+            for loss in micro_steps(engine, batches, config, line.step, range(replicas), replicas, engine.device):
+                total += loss
+
             engine.step()
             difference = abs(total.item() / (accumulate * replicas) - line.loss)
             result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
