@@ -7,16 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any
 
 from zerocli.ranks.loss import severed
 from zerocli.ranks.progress import Progress
-
-
-class Listener(Protocol):
-    """What stages are reported to: see `Events.start`."""
-
-    def start(self, stage: str) -> None: ...
 
 
 class Startup(Progress):
@@ -24,8 +18,8 @@ class Startup(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self._listeners: tuple[Listener, ...] = ()
-        """Each stage is reported to them, from within it."""
+        self._listeners: tuple[Any, ...] = ()
+        """Each stage is reported to their `start`, as that of `Events`, from within it."""
 
     def _name(self, stage: str) -> str:
         return stage
@@ -36,7 +30,7 @@ class Startup(Progress):
             listener.start(stage)
 
     @contextlib.contextmanager
-    def reporting_to(self, listeners: Iterable[Listener]) -> Iterator[None]:
+    def reporting_to(self, listeners: Iterable[Any]) -> Iterator[None]:
         """Report stages to these too, while the body runs."""
         before, self._listeners = self._listeners, (*self._listeners, *listeners)
         try:

@@ -71,12 +71,9 @@ class Heartbeats:
     A rank says one every `interval` seconds. `host` is the name of this host, for tests.
     """
 
-    def __init__(
-        self, rank: int, ranks: Sequence[int], store: Any | None = None, interval: float = 1.0, host: str = ""
-    ) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], store: Any, interval: float = 1.0, host: str = "") -> None:
         self.rank, self.ranks, self._interval = rank, tuple(ranks), interval
-        self._job = _job_store() if store is None else store
-        self._store = dist.PrefixStore("zerocli-beats", self._job)
+        self._job, self._store = store, dist.PrefixStore("zerocli-beats", store)
         self._host = host or shared_slots.host_name()
         self._slots: shared_slots.SharedSlots | None = None
         self._slot = 0
@@ -101,7 +98,6 @@ class Heartbeats:
         with contextlib.suppress(Exception):
             if self._slots is None:
                 self._reach(self._join)
-            assert self._slots is not None
             beat = replace(beat, doing=beat.doing[:MOST_WORDS], alone=beat.alone[:MOST_WORDS])
             self._last = beat
             self._write(beat)
@@ -317,16 +313,3 @@ def silent_words(
 def no_store(beats: Heartbeats) -> str:
     """Return why the others' heartbeats cannot be read, in words."""
     return f"{beats.keeper}, which keeps the store that ranks speak through, does not answer"
-
-
-def _job_store() -> Any:
-    """Return the process group's store."""
-    # torch has no public accessor for the default store.
-    return cloned(dist.distributed_c10d._get_default_store())
-
-
-def cloned(store: Any) -> Any:
-    """Return a new connection to a store, or the store itself if it cannot be cloned."""
-    with contextlib.suppress(Exception):
-        return store.clone()  # a separate connection: a blocked call on another must not block this one
-    return store

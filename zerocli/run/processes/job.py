@@ -13,6 +13,7 @@ import math
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -26,7 +27,7 @@ from typing import IO, Any
 from zerocli import machine
 from zerocli.console import quoted, say
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, PREEMPTED, USAGE, UserError
-from zerocli.ranks.worker import STORE_FD, listen_on_loopback
+from zerocli.ranks.worker import STORE_FD
 from zerocli.regular_files import open_regular, read_regular, remove
 from zerocli.run.processes.rank_loss import standing
 
@@ -203,7 +204,8 @@ class Job:
         # On ARM torch's allocator gives freed pages back after 10 ms, and the next step faults them in again.
         environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
         environ.setdefault("PYTHONFAULTHANDLER", "1")
-        with listen_on_loopback() as store:  # rank 0 inherits the socket, so no other process can take the port
+        # Rank 0 inherits the socket, so no other process can take the port; no other machine reaches it.
+        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as store:
             environ |= {"MASTER_PORT": str(store.getsockname()[1]), STORE_FD: str(store.fileno())}
             # Ranks that save inherit the mask, until they have handlers of their own: see preempt.py.
             with blocked(SAVING_SIGNALS if self.saves else ()):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.console import quoted
-from zerocli.errors import FAILURE, ShownElsewhere, UserError
 from zerocli.ranks.worker import within
 
 PATIENCE_SECONDS = 2.0
@@ -26,14 +25,3 @@ def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.en
     if not saved:
         return "no checkpoint was written", "the same command again; --set checkpoint.every=N saves every N steps"
     return f"step {saved[0].step} is saved", f"{command} --run-dir {quoted(run_dir)}"
-
-
-def explain(what: str, reason: str, missing: str, run_dir: str, reports: bool = True) -> UserError:
-    """Return the error of a lost rank: what was running, which ranks are gone, what is saved.
-
-    It is shown if this rank `reports` it; otherwise another one does.
-    """
-    fact, hint = standing(run_dir)
-    who = missing or "which one is not known"
-    kind = UserError if reports else ShownElsewhere
-    return kind(f"another rank was lost during {what}: {who} ({reason}); {fact}", hint=hint, exit_code=FAILURE)
