@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from offload.placement import Placement
-from zerocli.cli.fit_machine import choose_setup
-from zerocli.cli.fit_question import Question, free_keys
+from zerocli.cli.fit_question import Question, choose_setup, free_keys
 from zerocli.config import AUTO
 from zerocli.console import printable
 from zerocli.errors import UserError
