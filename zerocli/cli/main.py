@@ -136,7 +136,10 @@ def run(args: Sequence[str] | None = None) -> int:
         console.drop_unwritten()
         if _wants_traceback() or not error.strerror:
             return _fail(_describe_bug(error), FAILURE)
-        return _fail(describe(*_about(error)), FAILURE)  # a full or failing disk, or permissions
+        where = f"{error.filename}: " if error.filename else ""  # a full or failing disk, or permissions
+        hint = f"ulimit -n 4096 (it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+        text = describe(f"{where}{error.strerror}", hint if error.errno == errno.EMFILE else "")
+        return _fail(text, FAILURE)
     except Exception as error:
         return _fail(_describe_bug(error), FAILURE)
 
@@ -145,15 +148,6 @@ def describe(message: str, hint: str | None = None) -> str:
     """Return a user's error as lines: `error:` before each fact (its further lines are indented), `try:` the hint."""
     lines = [line if line.startswith(" ") or not line else f"error: {line}" for line in message.splitlines()]
     return "\n".join(lines + [f"try: {line}" for line in (hint or "").splitlines()])
-
-
-def _about(error: OSError) -> tuple[str, str]:
-    """Return the message and the hint for an error of the operating system."""
-    where = f"{error.filename}: " if error.filename else ""
-    hint = ""
-    if error.errno == errno.EMFILE:
-        hint = f"ulimit -n 4096 (it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
-    return f"{where}{error.strerror}", hint
 
 
 def _describe_bug(error: Exception) -> str:
@@ -175,14 +169,12 @@ def _fail(text: str, code: int, shown_elsewhere: bool = False) -> int:
     """Report a failure, unless another rank shows it; return its exit code."""
     if _wants_traceback() and code in (USAGE, DOES_NOT_FIT):
         text = f"{traceback.format_exc()}{text}"
-    if _is_rank():
-        from zerocli.ranks import worker
+    from zerocli.ranks import worker
 
-        if not (worker.record_failure(text, code) or shown_elsewhere):
-            console.say(text)
+    if not (_is_rank() and worker.record_failure(text, code)) and not shown_elsewhere:
+        console.say(text)
+    if _is_rank():
         _tell_others(text)
-        return code
-    console.say(text)
     return code
 
 

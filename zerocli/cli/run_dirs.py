@@ -26,7 +26,7 @@ def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker
 
     Ranks that torchrun or SLURM restarted may find nothing, as those do whose folder is on another node.
     """
-    if worker and (worker["RANK"] != "0" or "ZEROCLI_PARENT" in os.environ or _restarted()):
+    if worker and (worker["RANK"] != "0" or "ZEROCLI_PARENT" in os.environ or restarted()):
         return
     if has_run(run_dir):
         return
@@ -50,7 +50,8 @@ def has_run(run_dir: str | os.PathLike[str]) -> bool:
     return started or bool(Folder(folder / "checkpoints").newest_first())
 
 
-def _restarted(environ: Mapping[str, str] = os.environ) -> bool:
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun or SLURM says that it has restarted this rank."""
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(environ.get(name, "0") != "0" for name in names)
 

@@ -197,7 +197,7 @@ def _option(error: NoSuchOption, args: Sequence[str], path: str) -> str:
     after = args[at].partition("=")[2] if at < len(args) else ""
     if not after and at + 1 < len(args) and not args[at + 1].startswith("-"):
         after = args[at + 1]
-    there = _flags(error.ctx)
+    there = {name for param in error.ctx.command.params for name in param.opts} if error.ctx else set()
     if name.isdigit():  # a negative number or count
         return f"{path} {next((word.lstrip('-') for word in args if word.startswith(error.option_name)), name)}"
     if f"--{name}" in there:
@@ -221,10 +221,6 @@ def _with_value(ours: str, value: str) -> str:
         field = FIELDS[ours.removeprefix("--set ").rstrip("=")]
         return f"{ours}{value or ('true' if field.type is bool else as_text(field))}"
     return f"{ours} {quoted(value)}" if value and (" " not in ours or ours.endswith("--run-dir")) else ours
-
-
-def _flags(ctx: click.Context | None) -> set[str]:
-    return {name for param in ctx.command.params for name in param.opts} if ctx else set()
 
 
 def _keys(name: str, cutoff: float = 0.6) -> list[str]:

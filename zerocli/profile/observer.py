@@ -76,8 +76,7 @@ class Observer:
         """Return this rank's memory: what the engine holds, and the device's peak."""
         held = {name: nbytes for name, nbytes in engine.memory().items() if name in CATEGORIES}
         measured = max(device_peak(engine)["hbm"], sum(held.values()))
-        hbm = {"rows": held, "measured": measured, "moment": "", "holders": [], "allocated": measured}
-        return {"hbm": hbm, **offloaded(engine, None), "system": system(engine), "node": socket.gethostname()}
+        return record(engine, {"rows": held, "measured": measured, "moment": "", "holders": []}, None)
 
     def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
         """Return what else goes into the document."""
@@ -88,6 +87,11 @@ class Observer:
 
     def publish(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
+
+
+def record(engine: Engine, hbm: dict[str, Any], process: int | None) -> dict[str, Any]:
+    """Return this rank's memory on all tiers, that of its device being `hbm`; `process` as in `offloaded`."""
+    return {"hbm": hbm, **offloaded(engine, process), "system": system(engine), "node": socket.gethostname()}
 
 
 def offloaded(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:

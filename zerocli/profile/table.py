@@ -26,7 +26,7 @@ def render(document: Mapping[str, Any]) -> str:
             title(document),
             *([f"finding: {document['finding']}"] if document.get("finding") else []),
             "",
-            *_memory(document),
+            *memory(document),
             "",
             *_peaks(document),
             "",
@@ -58,7 +58,8 @@ def _heading(tier: str) -> str:
     return TIER_NAMES.get(tier, f"{tier} (per node)")
 
 
-def _memory(document: Mapping[str, Any]) -> Iterator[str]:
+def memory(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report's part about memory."""
     yield f"{'memory':<24}{'predicted':>12}{'measured':>12}{'error':>9}"
     for tier, rows in memory_rows(document):
         yield _heading(tier)
@@ -222,8 +223,3 @@ def predicted(plan: Any) -> dict[str, Any]:
     rows = [{"category": c, "tier": t, "predicted": plan.of(c, t), "measured": None} for c, t in keys]
     peak = {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers}
     return {"rows": [row for row in rows if row["predicted"]], "peak": peak, "step": step}
-
-
-def dry(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the predicted part of the report."""
-    yield from _memory(document)

@@ -35,7 +35,7 @@ class Progress:
         self.move()
 
     def _name(self, stage: str) -> str:
-        return f"{self._title}, {stage}"
+        return f"{self._title}, {stage}" if self._title else stage
 
     def move(self) -> None:
         """Record progress."""

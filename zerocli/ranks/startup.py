@@ -21,9 +21,6 @@ class Startup(Progress):
         self._listeners: tuple[Any, ...] = ()
         """Each stage is reported to their `start`, as that of `Events`, from within it."""
 
-    def _name(self, stage: str) -> str:
-        return stage
-
     def report(self, stage: str) -> None:
         """Report a stage to the listeners."""
         for listener in self._listeners:

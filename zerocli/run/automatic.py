@@ -69,18 +69,6 @@ def with_open_batch(config: Config, options: RunOptions, ranks: int) -> Config:
     return with_dividing_batch(config, ranks, config.parallel.tp) if "train.batch" in options.auto else config
 
 
-def choose_or_nearest(config: Config, options: RunOptions) -> tuple[Chosen, UserError | None]:
-    """Return the choice of `choose_here`; for a document, also where nothing fits: then the nearest, and the error that
-    is raised once it is printed.
-    """
-    try:
-        return choose_here(config, options), None
-    except automatic.NothingFits as error:
-        if not options.json:
-            raise
-        return Chosen(automatic.with_choice(config, error.nearest)), error
-
-
 def choose_together(
     config: Config, options: RunOptions, setup: Setup, room: int, gather: Any, model: Model | None = None
 ) -> Chosen:

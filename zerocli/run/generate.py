@@ -91,7 +91,8 @@ def work(config: Config, weights: Weights, asked: Asked, as_json: bool, run_dir:
         if rank == 0 and as_json:
             show_json({"schema": 1, **({"texts": made} if asked.several else made[0])})
         if rank == 0:
-            _say_speed(made)
+            tokens, seconds = sum(len(each["tokens"]) for each in made), sum(each["seconds"] for each in made)
+            say(f"{count_of(tokens, 'token')} in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)")
         watchdog.close()
         engine.close()
     if dist.is_initialized():
@@ -224,11 +225,6 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Return the text before the first of `stops` in it, and whether one is in it."""
     places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
     return (text[: min(places)], True) if places else (text, False)
-
-
-def _say_speed(made: Sequence[dict[str, Any]]) -> None:
-    tokens, seconds = sum(len(each["tokens"]) for each in made), sum(each["seconds"] for each in made)
-    say(f"{count_of(tokens, 'token')} in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)")
 
 
 class Stream:
