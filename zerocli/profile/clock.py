@@ -89,7 +89,6 @@ class Clock:
 
     @property
     def label(self) -> tuple[str, str]:
-        """The label of the current activity."""
         return self._labels[-1]
 
     def push(self, label: tuple[str, str]) -> None:

@@ -148,8 +148,7 @@ def capacity(engine: Engine) -> dict[str, int | None]:
 
     Without a GPU the device's memory is the rank's share of host memory.
     """
-    host = machine.memory()
-    there = min(host.total, host.limit or host.total)
+    there = machine.memory().allowed
     if engine.device.type == "cuda":
         hbm = torch.cuda.get_device_properties(engine.device).total_memory
     else:

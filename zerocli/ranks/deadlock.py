@@ -57,7 +57,6 @@ class Monitor(threading.Thread):
             util.Finalize(None, cls._running.end, exitpriority=100)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._closed.set()
 
     def end(self) -> None:

@@ -22,7 +22,6 @@ class Startup(Progress):
         """Each stage is reported to their `start`, as that of `Events`, from within it."""
 
     def report(self, stage: str) -> None:
-        """Report a stage to the listeners."""
         for listener in self._listeners:
             listener.start(stage)
 

@@ -104,22 +104,16 @@ def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> di
             hint="MASTER_ADDR with a name or an address of rank 0's machine: hostname -I lists those of this one",
             exit_code=FAILURE,
         )
-    if listener is None:
+    given: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
+    if not given:
         why = f"MASTER_ADDR {host} is no address of this machine that others reach"
         say(f"note: the store listens on all interfaces: {why}")
-        try:
-            return dist.TCPStore(host, port, world, is_master=True, timeout=patience, wait_for_workers=False)
-        except RuntimeError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise _taken(f"port {port}") from error
-    return dist.TCPStore(
-        *(host, port, world),
-        is_master=True,
-        timeout=patience,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        return dist.TCPStore(host, port, world, is_master=True, timeout=patience, wait_for_workers=False, **given)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise _taken(f"port {port}") from error
 
 
 def _resolves(host: str) -> bool:

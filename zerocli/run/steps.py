@@ -83,7 +83,6 @@ class Run:
 
     @property
     def last(self) -> int:
-        """The last step."""
         steps, check = self.config.train.steps, self.options.check
         return min(steps, check) if check else steps
 

@@ -34,7 +34,6 @@ from zerocli.data.sources import (
     with_packing,
 )
 from zerocli.engine.api import open_process_group
-from zerocli.engine.precision import precision
 from zerocli.errors import FAILURE, OK, PREEMPTED, ShownElsewhere, UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.plan.models.traced import Traced
@@ -355,8 +354,7 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
         shared = torch.tensor(result, dtype=torch.float64, device=device)
         dist.broadcast(shared, 0)
         result = shared.tolist()
-    chosen, _ = precision(config.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    tolerance = 1e-4 if chosen.name == "fp32" else 2e-2
+    tolerance = 1e-4 if run.engine.precision.name == "fp32" else 2e-2
     return {
         "steps": len(lines),
         "largest_difference": result[0],

@@ -144,13 +144,11 @@ class Writers:
             say(f"{name} is written no more ({fact}); metrics.jsonl has every step")
 
     def step(self, line: Line) -> None:
-        """Write the metrics of a step."""
         values = {"train/loss": line.loss, "train/grad_norm": line.grad_norm, "train/lr": line.lr}
         peaks = {f"memory/{tier}": float(nbytes) for tier, nbytes in line.peak.items() if nbytes}
         self._write(line.step, {**values, "train/tokens_per_second": line.tokens_per_second, **peaks})
 
     def evaluation(self, row: Evaluated) -> None:
-        """Write the result of an evaluation."""
         self._write(row.step, {"eval/loss": row.loss, "eval/perplexity": row.perplexity})
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:

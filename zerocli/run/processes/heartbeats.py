@@ -82,12 +82,6 @@ class Heartbeats:
         self.gone = False
         """Whether the store is gone; it is not queried again, as torch logs long warnings each time."""
 
-    @property
-    def keeper(self) -> str:
-        """The process that hosts the store, in words."""
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return "torchrun on the host of rank 0" if agents else "rank 0"
-
     # -- saying ----------------------------------------------------------------------------------------------------
 
     def say(self, beat: Heartbeat) -> None:
@@ -277,7 +271,7 @@ def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
     if here := lost_here(beats):  # a process with a GPU ends slowly
         return here
     if heard is None:
-        return no_store(beats)
+        return no_store()
     said, silent = heard
     ended = {rank: beat for rank, beat in said.items() if beat.ended}
     causes = {rank: f"ended ({beat.ended})" for rank, beat in ended.items() if not beat.by_loss}
@@ -310,6 +304,8 @@ def silent_words(
     return "; ".join(lines)
 
 
-def no_store(beats: Heartbeats) -> str:
+def no_store() -> str:
     """Return why the others' heartbeats cannot be read, in words."""
-    return f"{beats.keeper}, which keeps the store that ranks speak through, does not answer"
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = "torchrun on the host of rank 0" if agents else "rank 0"
+    return f"{keeper}, which keeps the store that ranks speak through, does not answer"

@@ -319,13 +319,11 @@ def describe_failure(rank: Rank) -> str:
     if rank.code in (USAGE, DOES_NOT_FIT):
         return text or f"rank {rank.index} ended with exit code {rank.code}"
     if rank.code == -signal.SIGKILL:
-        total = machine.memory()
-        limit = min(total.total, total.limit or total.total)
         fact = (
             f"error: rank {rank.index} was killed by the kernel (SIGKILL); "
             f"it had reached {_gib(rank.peak_nbytes)} of host memory\n"
             f"try: fewer --ranks, a smaller --batch or --offload optimizer=nvme: it is likely that host memory ran out "
-            f"({_gib(limit)} in all)"
+            f"({_gib(machine.memory().allowed)} in all)"
         )
     elif rank.code is not None and rank.code < 0:
         fact = f"error: rank {rank.index} was ended by {signal.Signals(-rank.code).name}"

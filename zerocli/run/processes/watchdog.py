@@ -139,11 +139,6 @@ class Watchdog(threading.Thread):
             self._heartbeats.say(self._heartbeat())
 
     @property
-    def _lead(self) -> float:
-        """Querying the other ranks takes at most this long; it begins this long before the limit."""
-        return 3 * PATIENCE_SECONDS + 2 * self._pause_seconds
-
-    @property
     def _pause_seconds(self) -> float:
         """How long a rank may say nothing before it counts as silent; a busy machine runs no thread in time."""
         return max(MIN_PAUSE_SECONDS, 3 * self._interval)
@@ -197,7 +192,7 @@ class Watchdog(threading.Thread):
         while not self._closed.wait(self._interval):
             alone = self._stuck_transfer() or self._stuck_alone()
             lost = "" if alone else self._lost_here() or self._lost_in_start()
-            text = alone or lost or self._stuck_axis()
+            text = alone or lost or next(filter(None, map(self._stuck_together, self._together())), "")
             if text and not self._ending:
                 self._may_be_slow = not lost
                 self._say_why(text, by_loss=False)
@@ -260,7 +255,7 @@ class Watchdog(threading.Thread):
         if not was_told() or entry is None or beats is None or STARTUP.alone or not waits:
             return ""
         since, heard = entry.since, beats.ask_twice(self._pause)
-        who = no_store(beats) if heard is None else silent_words({rank: heard[0].get(rank) for rank in heard[1]})
+        who = no_store() if heard is None else silent_words({rank: heard[0].get(rank) for rank in heard[1]})
         if not who or entry.over or entry.since > since:
             return ""
         return f"another rank was lost during {staged(str(entry))}: {who}"
@@ -269,24 +264,19 @@ class Watchdog(threading.Thread):
         """Return the axes in which this rank may wait for others."""
         return [axis for axis in self._axes if not (isinstance(axis.shared, Progress) and axis.shared.alone)]
 
-    def _stuck_axis(self) -> str:
-        for axis in self._together():
-            if text := self._stuck_together(axis):
-                return text
-        return ""
-
     def _stuck_together(self, axis: Axis) -> str:
         entry = oldest_open(axis.shared)
         since = entry.since if entry is not None else math.inf
         waited = time.monotonic() - since
-        if entry is None or waited <= max(self._limit / 4, self._limit - self._lead):
+        lead = 3 * PATIENCE_SECONDS + 2 * self._pause_seconds  # querying the others takes at most this long
+        if entry is None or waited <= max(self._limit / 4, self._limit - lead):
             return ""
         assert self._heartbeats is not None
         heard = self._heartbeats.ask_twice(self._pause)
         if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._heartbeats.ranks):
             return ""  # a rank has sent no heartbeat: it may still be starting
         if heard is None:
-            absent = no_store(self._heartbeats)
+            absent = no_store()
         else:
             absent = axis.absent(*heard, entry.number, waited, self._heartbeats.places)
         if not absent:  # late ranks make progress: ask again later, to spare the store in a large job
