@@ -210,8 +210,7 @@ def _choose(
     first = os.environ.get("RANK", "0") == "0"
     tell = say if first else (lambda text: None)
     tell(f"ranks {num_ranks} ({reason})")
-    numel, needed = _needs(config, num_gpus, num_ranks)
-    _fits(config, num_gpus, needed)
+    numel = _refuse_large(config, num_gpus, num_ranks)
     config, nvme = _with_disk(config, folder, numel, tell)
     missing = machine.missing_compiler(on_gpu=num_gpus > 0)
     if missing:
@@ -222,8 +221,8 @@ def _choose(
     return config, Checklist(rows, given["steps"]), num_ranks
 
 
-def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
-    """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
+def _refuse_large(config: configs.Config, num_gpus: int, num_ranks: int) -> int:
+    """Return the number of the model's parameters; UserError, with exit code 3, if the unsharded run does not fit."""
     from zerocli.plan.blocks.factory import count_external
     from zerocli.plan.blocks.inputs import run_shape
     from zerocli.plan.report.preflight import plan_config
@@ -241,11 +240,7 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
         whole = plan.needed("hbm")
     # fp32 copies on the host: initial values, the unsharded run's parameters and moments, and each rank's of a row.
     copies = 4 * numel * (1 + 3 + 3 * num_ranks)
-    return numel, {"hbm": whole, "dram": copies} if num_gpus else {"hbm": 0, "dram": whole + copies}
-
-
-def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None:
-    """Raise UserError, with exit code 3, if the unsharded run does not fit."""
+    needed = {"hbm": whole, "dram": copies} if num_gpus else {"hbm": 0, "dram": whole + copies}
     has = {"dram": machine.memory().available, "hbm": min((gpu.nbytes for gpu in machine.gpus()), default=0)}
     for tier, what in (("hbm", "GPU memory"), ("dram", "host memory")):
         if needed[tier] > has[tier]:
@@ -257,6 +252,7 @@ def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None
                 else "the same model with fewer or smaller layers",
                 exit_code=DOES_NOT_FIT,
             )
+    return numel
 
 
 def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> tuple[configs.Config, bool]:

@@ -51,12 +51,13 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     check(setup)  # before a model is run on fake tensors, which may take a minute
     if offload is not None and given["stage"] is not None:
         dataclasses.replace(setup, stage=given["stage"]).placement()
-    planned = _model(source, ask.trace, _undecided(setup, free), notes, chooses=bool(given["auto"]))
+    undecided = dataclasses.replace(setup, recompute=AUTO) if "activations.policy" in free else setup
+    planned = _model(source, ask.trace, undecided, notes, chooses=bool(given["auto"]))
     notes += planned.notes(setup)
     if ask.largest:
         if not planned.resizable:
             notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
-        verdict = _largest(ask, planned, _undecided(setup, free), hardware, stages, offload)
+        verdict = _largest(ask, planned, undecided, hardware, stages, offload)
         if (
             ask.largest == "seq"
             and source.shape is not None
@@ -146,10 +147,6 @@ def _on_groups(faster: search.Candidate | None) -> list[str]:
     size, seconds = faster.setup.shard_ranks, format_seconds(faster.estimate.seconds)
     states = " --set parallel.shard_states=all" if faster.setup.copies > 1 else ""
     return [f"faster in groups of a node's {size} ranks: about {seconds} per step (--shard-ranks {size}{states})"]
-
-
-def _undecided(setup: Setup, free: frozenset[str]) -> Setup:
-    return dataclasses.replace(setup, recompute=AUTO) if "activations.policy" in free else setup
 
 
 def _on_saves(saved: Row, setup: Setup) -> str:

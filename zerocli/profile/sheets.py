@@ -153,16 +153,15 @@ def holders(run: Run) -> Iterator[str]:
     for tier in table.tiers_of(run):
         peak = run["peak"].get(tier, {})
         rows = [
-            [html.escape(each["name"]), chip(each["category"]), size(each["bytes"]), _share(each, peak)]
+            [
+                *(html.escape(each["name"]), chip(each["category"]), size(each["bytes"])),
+                f"{each['bytes'] / peak['measured']:.1%}" if peak["measured"] > 0 else "–",
+            ]
             for each in peak.get("holders", ())
         ]
         if rows:
             where = "" if tier == "hbm" else ", per node"
             yield grid([f"largest holders of {tier}{where}", "category", "bytes", "share"], rows)
-
-
-def _share(holder: Mapping[str, Any], peak: Mapping[str, Any]) -> str:
-    return f"{holder['bytes'] / peak['measured']:.1%}" if peak["measured"] > 0 else "–"
 
 
 # -- ranks and units ---------------------------------------------------------------------------------------------------

@@ -136,7 +136,8 @@ class PlacementAdapter:
         self._left: dict[str, float] = {}
         """What steps took at placements that the run has left, by what `adapt.like` returns."""
         self._count = 0
-        self._disturbed = self._saving = False
+        self.disturbed = self._saving = False
+        """Whether something else ran between steps: the step does not count."""
         self._failed = False
         self.before: dict[int, str] = {}
         """What the run changed to before a step, and why, until its line is written."""
@@ -154,16 +155,12 @@ class PlacementAdapter:
             self._rooms = list(self._rooms_here().values())
         self._count += 1
         saving, self._saving = self._saving, self.is_saving()  # a save that lasts: it reads the tiers too
-        counts, self._disturbed = not (self._disturbed or (saving and self._saving)), False
+        counts, self.disturbed = not (self.disturbed or (saving and self._saving)), False
         if not lines or not counts:
             return [0.0] * (2 + len(LINKS) + len(self._rooms))
         seconds = lines[-1].seconds - lines[-1].wait["data"]
         waits = sum(each for cause, each in lines[-1].wait.items() if cause != "data")
         return [seconds, max(0.0, seconds - waits), *busy, *map(float, self._rooms)]
-
-    def disturb(self) -> None:
-        """Do not count the step in which something else ran between steps."""
-        self._disturbed = True
 
     def _rooms_here(self) -> dict[str, int]:
         """Return the bytes of each watched tier that are free or the run's own."""

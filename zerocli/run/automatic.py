@@ -75,8 +75,6 @@ def choose_together(
     """Return the same choice on all ranks, for the least that any machine has. `gather(value)` returns every rank's
     value. Collective.
     """
-    if not options.auto and not adapts(config, options):
-        return Chosen(config)
     paths = config.offload.nvme_path if "offload.placement" in options.auto else ()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     # One rank of each node measures; the others wait, and find what it measured in the node's cache.

@@ -227,7 +227,7 @@ class Loop:
         with self._recorder.leaving_out():
             improved = between.run(step, self._last)
         if self._run.adapter is not None:
-            self._run.adapter.disturb()
+            self._run.adapter.disturbed = True
         if self._best is not None and improved is not None:
             self._best.expect(asdict(improved))
             self._save(step)

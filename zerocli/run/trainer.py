@@ -208,7 +208,10 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
         config = config.with_values({"model.compile": engine.hooks.blocks.on})
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
-            prepare_folder(options.run_dir)
+            folder = Path(options.run_dir)
+            own_folder(folder / "checkpoints")
+            for each in (folder, folder.absolute().parent):  # so that not even a power failure loses it
+                sync_folder(each)
             told = [*notes_of(options.source), *chosen.lines, report.opening(config, engine, reason)]
             for line in told if held_out is None else [*told, describe(config, held_out)]:
                 say(line)
@@ -246,14 +249,6 @@ def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> PlacementAda
     except UserError as error:
         run.tell(f"note: the placement stays, as there is no plan to compare the run with: {error}")
         return None
-
-
-def prepare_folder(run_dir: str) -> None:
-    """Make the run folder, so that not even a power failure loses it."""
-    folder = Path(run_dir)
-    own_folder(folder / "checkpoints")
-    for each in (folder, folder.absolute().parent):
-        sync_folder(each)
 
 
 def write_folder(config: Config, run_dir: str, model: nn.Module) -> None:

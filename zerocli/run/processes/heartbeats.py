@@ -77,7 +77,7 @@ class Heartbeats:
         self._host = host or shared_slots.host_name()
         self._slots: shared_slots.SharedSlots | None = None
         self._slot = 0
-        self._process = shared_slots.this_process()
+        self._process = shared_slots.process_of("self")
         self._last: Heartbeat | None = None
         self.gone = False
         """Whether the store is gone; it is not queried again, as torch logs long warnings each time."""
