@@ -323,12 +323,7 @@ def _numbers(found: Differences) -> Result:
 
 
 def _gap(gap: Gap) -> Result:
-    return {
-        "name": gap.name,
-        "what": gap.what,
-        "relative": _finite(gap.relative),
-        "absolute": _finite(gap.largest),
-    }
+    return {"name": gap.name, "what": gap.what, "relative": _finite(gap.relative), "absolute": _finite(gap.largest)}
 
 
 def _finite(value: float) -> float | None:

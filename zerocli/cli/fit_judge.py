@@ -87,12 +87,7 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
 
 
 def _largest(
-    ask: Question,
-    planned: Model,
-    setup: Setup,
-    hardware: Hardware,
-    stages: tuple[int, ...],
-    offload: Placement | None,
+    ask: Question, planned: Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], offload: Placement | None
 ) -> Verdict:
     """Return the verdict on the largest model, batch or sequence."""
     count = largest.largest_count(setup, hardware, stages, offload)
@@ -170,13 +165,7 @@ def _refuse_lora(source: Source, setup: Setup) -> None:
         raise UserError(f"--lora with --tp {setup.tp} is not planned", hint="--tp 1")
 
 
-def _model(
-    source: Source,
-    traced: bool,
-    setup: Setup,
-    notes: list[str],
-    chooses: bool = False,
-) -> Model:
+def _model(source: Source, traced: bool, setup: Setup, notes: list[str], chooses: bool = False) -> Model:
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     lora = source.config.lora
     traced = traced or ((chooses or lora.rank > 0) and bool(source.factory))

@@ -205,11 +205,7 @@ def _may_read_ahead(ctx: click.Context, config: configs.Config, worker: Mapping[
 
 
 def with_defaults(
-    ctx: click.Context,
-    source: str,
-    sets: tuple[str, ...],
-    flags: Mapping[str, Any],
-    worker: Mapping[str, str] | None,
+    ctx: click.Context, source: str, sets: tuple[str, ...], flags: Mapping[str, Any], worker: Mapping[str, str] | None
 ) -> tuple[configs.Config, list[str]]:
     """Return the config with what `recipe` chooses for keys that nobody gave, and those as texts for `--set`.
 

@@ -44,9 +44,7 @@ class Profiler(Observer):
     reports = True
 
     def __init__(
-        self,
-        told: Callable[[Config, RunOptions, dict[str, Any]], None] = lambda *_: None,
-        follow: bool = True,
+        self, told: Callable[[Config, RunOptions, dict[str, Any]], None] = lambda *_: None, follow: bool = True
     ) -> None:
         self._told, self._follow = told, follow
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

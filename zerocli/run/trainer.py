@@ -26,13 +26,7 @@ from zerocli.config import AUTO, Config, notes_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show_json
 from zerocli.data.held_out import describe, open_held_out
-from zerocli.data.sources import (
-    epochs_line,
-    open_batches,
-    refuse_without_positions,
-    with_epochs,
-    with_packing,
-)
+from zerocli.data.sources import epochs_line, open_batches, refuse_without_positions, with_epochs, with_packing
 from zerocli.engine.api import open_process_group
 from zerocli.errors import FAILURE, OK, PREEMPTED, ShownElsewhere, UserError
 from zerocli.layout.recompute import Recompute

@@ -36,14 +36,7 @@ from zerocli.ranks.progress import Progress
 from zerocli.ranks.startup import STARTUP
 from zerocli.ranks.words import said_of
 from zerocli.ranks.worker import cloned, record_failure, within
-from zerocli.run.processes.heartbeats import (
-    Heartbeat,
-    Heartbeats,
-    lost_here,
-    lost_ranks,
-    no_store,
-    silent_words,
-)
+from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, lost_here, lost_ranks, no_store, silent_words
 from zerocli.run.processes.preempt import was_told
 from zerocli.run.processes.rank_loss import PATIENCE_SECONDS, standing
 
