@@ -23,8 +23,7 @@ from zerocli.config import ModelConfig
 from zerocli.engine.comm import Collectives
 from zerocli.files import pread
 from zerocli.models import build
-from zerocli.ranks.progress import Progress
-from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.startup import STARTUP, Progress
 from zerocli.run.processes.heartbeats import Heartbeat
 from zerocli.run.processes.watchdog import Axis, Watchdog
 

@@ -32,9 +32,7 @@ _EXAMPLES = {
     "--offload": "cpu, or --offload params=cpu,optimizer=nvme",
     "--precision": "bf16",
     "--stage": "3",
-    "--tp": "2",
-    "--shard-ranks": "2",
-    "--ranks": "2",
+    **dict.fromkeys(("--tp", "--shard-ranks", "--ranks"), "2"),
     "--epochs": "1",
     "--save-every": "100, or 0.25 of the run, or never",
     "--eval-every": "100, or 0.1 of the run",
@@ -51,12 +49,9 @@ _EXAMPLES = {
     "--lora": "16, or --lora 16:q_proj,v_proj",
     "--base": "nf4",
     "--file-size": "5GB",
-    "--data": "FILE",
     "--set": "SECTION.KEY=VALUE",
-    "--run-dir": "DIR",
-    "--init-from": "DIR",
-    "--nvme-path": "DIR",
-    "--html": "FILE",
+    **dict.fromkeys(("--data", "--html"), "FILE"),
+    **dict.fromkeys(("--run-dir", "--init-from", "--nvme-path"), "DIR"),
 }
 _SHARES = {"data.split": "0.05", "optimizer.warmup": "0.03", "train.eval_every": "0.1", "checkpoint.every": "0.25"}
 _PLACE = re.compile(r"(--[a-z-]+) ?")

@@ -43,12 +43,12 @@ from zerocli.run.automatic import Chosen, adapts, choose_together, with_open_bat
 from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.engines import cap_device, make_engine, resolve
 from zerocli.run.folders import resume
+from zerocli.run.folders.folder import standing
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
 from zerocli.run.processes.launch import JOB_FILE, open_files, saves
 from zerocli.run.processes.nodes import Nodes
 from zerocli.run.processes.preempt import noting_signals, told
-from zerocli.run.processes.rank_loss import standing
 from zerocli.run.processes.watchdog import START_SECONDS, Watchdog
 from zerocli.run.recompute import (
     NOT_TRACED,
@@ -323,9 +323,8 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     alone = dist.new_group([0]) if dist.is_initialized() else None
     result = [0.0, 0.0]
     if run.rank == 0:
-        accumulate = config.train.accumulate
-        changes: dict[str, Any] = {"stage": 0, "accumulate": accumulate * replicas, "tp": 1, "shard_ranks": 0}
-        changes["offload"] = ""
+        passes = config.train.accumulate * replicas
+        changes: dict[str, Any] = {"stage": 0, "accumulate": passes, "tp": 1, "shard_ranks": 0, "offload": ""}
         if config.activations.policy == AUTO:
             changes["recompute"] = True  # an unsharded model needs more memory than the choice was made for
         engine = make_engine(config, group=alone, **changes)
@@ -336,7 +335,7 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
                 total += loss
 
             engine.step()
-            difference = abs(total.item() / (accumulate * replicas) - line.loss)
+            difference = abs(total.item() / passes - line.loss)
             result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
     if dist.is_initialized():
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"

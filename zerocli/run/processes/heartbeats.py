@@ -27,9 +27,10 @@ from zerocli.ranks.store import read_all
 from zerocli.ranks.words import by_words, named, ranks_of, runs, said_of
 from zerocli.ranks.worker import within
 from zerocli.run.processes import shared_slots
-from zerocli.run.processes.rank_loss import PATIENCE_SECONDS
 
 T = TypeVar("T")
+PATIENCE_SECONDS = 2.0
+"""How long to wait for an answer from the ranks' store, which may be gone too."""
 FOUND_TRIES = 8
 """How often a rank looks for what another has found, within PATIENCE_SECONDS."""
 GONE_SECONDS = 0.3

@@ -29,7 +29,7 @@ from zerocli.console import quoted, say
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, PREEMPTED, USAGE, UserError
 from zerocli.ranks.worker import STORE_FD
 from zerocli.regular_files import open_regular, read_regular, remove
-from zerocli.run.processes.rank_loss import standing
+from zerocli.run.folders.folder import standing
 
 POLL_SECONDS = 0.2
 TAIL_LINES, TAIL_NBYTES = 60, 256 << 10

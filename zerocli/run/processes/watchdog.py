@@ -32,13 +32,20 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE
 from zerocli.ranks.issued import Issued
 from zerocli.ranks.loss import Severed, severed
-from zerocli.ranks.progress import Progress
-from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.startup import STARTUP, Progress
 from zerocli.ranks.words import said_of
 from zerocli.ranks.worker import cloned, record_failure, within
-from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, lost_here, lost_ranks, no_store, silent_words
+from zerocli.run.folders.folder import standing
+from zerocli.run.processes.heartbeats import (
+    PATIENCE_SECONDS,
+    Heartbeat,
+    Heartbeats,
+    lost_here,
+    lost_ranks,
+    no_store,
+    silent_words,
+)
 from zerocli.run.processes.preempt import was_told
-from zerocli.run.processes.rank_loss import PATIENCE_SECONDS, standing
 
 START_SECONDS = 30.0
 """Minimum wait for a rank that has sent no heartbeat yet: processes do not all start at once."""
