@@ -145,11 +145,9 @@ def _command(args: Sequence[str]) -> str:
 
 def _right_value(param: click.Parameter, path: str) -> str:
     """Return the command with a value that an option or argument takes."""
-    if isinstance(param.type, click.Choice):
-        example = _example(param.opts[0]) or str(param.type.choices[0])
-    else:
-        default = str(param.default) if isinstance(param.default, int | float | str) else ""
-        example = _EXAMPLES.get(param.opts[0], default) or _example(param.opts[0])
+    default = param.type.choices[0] if isinstance(param.type, click.Choice) else param.default
+    usual = str(default) if isinstance(default, int | float | str) else ""
+    example = _EXAMPLES.get(param.opts[0]) or usual or _example(param.opts[0])
     name = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
     return f"{path} {name}{example}" if example else ""
 

@@ -22,7 +22,6 @@ import torch
 
 from offload.placement import HBM
 from tiers.base import Block
-from tiers.events import Scope
 from tiers.transfer import Transfer
 from zerocli import machine
 from zerocli.config import read_placement, to_dict
@@ -77,11 +76,8 @@ class LinkTimes(Events):
         else:
             ended()
 
-    def copy(self, direction: str, nbytes: int) -> Scope:
-        return self._copy()
-
     @contextmanager
-    def _copy(self) -> Iterator[None]:
+    def copy(self, direction: str, nbytes: int) -> Iterator[None]:
         before = TimedEvent(self._device)
         yield
         self._copies.append((before, TimedEvent(self._device)))
