@@ -116,20 +116,16 @@ def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
         if not peak["measured"]:
             continue
         moment = f" in {peak['moment']}" if peak["moment"] else ""
-        rest = sum(
-            row["measured"] for row in document["rows"] if (row["category"], row["tier"]) == (UNATTRIBUTED, tier)
-        )
-        share = f"; {rest / peak['measured']:.1%} unattributed" if peak["measured"] else ""
-        yield f"peak of {tier}: {format_bytes(peak['measured'])}{moment}{share}"
+        rows = [row for row in document["rows"] if (row["category"], row["tier"]) == (UNATTRIBUTED, tier)]
+        share = sum(row["measured"] for row in rows) / peak["measured"]
+        yield f"peak of {tier}: {format_bytes(peak['measured'])}{moment}; {share:.1%} unattributed"
         for holder in peak["holders"]:
             yield f"  {format_bytes(holder['bytes']):>11}  {holder['name']}"
-    system = document["system"]
-    if system is None:
-        return
-    yield (
-        f"OS view, largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
-        f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
-    )
+    if (system := document["system"]) is not None:
+        yield (
+            f"OS view, largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
+            f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
+        )
 
 
 def _seconds(step: Mapping[str, Any]) -> Iterator[str]:

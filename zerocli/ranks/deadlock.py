@@ -21,7 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zerocli.console import say
-from zerocli.ranks.worker import cloned, within
+from zerocli.ranks.store import cloned, read_text
+from zerocli.ranks.worker import within
 
 PATIENCE_SECONDS = 4.0
 """How long a rank waits before it looks at what the others do."""
@@ -81,7 +82,7 @@ class Monitor(threading.Thread):
             elif not said and now - since >= PATIENCE_SECONDS - INTERVAL_SECONDS:
                 self._say(words)
                 said = True
-            elif said and (verdict := within(ANSWER_SECONDS, lambda: _read(self.store, _VERDICT))):
+            elif said and (verdict := within(ANSWER_SECONDS, lambda: read_text(self.store, _VERDICT))):
                 # The main thread is in torch's own code, and will raise that the other rank has gone.
                 say(f"error: {verdict}")
                 return
@@ -136,9 +137,9 @@ class Waiting:
         outside = False
         for rank in self._ranks:
             if rank != monitor.rank:
-                words = _read(monitor.store, f"{_OUTSIDE}{rank}")
+                words = read_text(monitor.store, f"{_OUTSIDE}{rank}")
                 outside = outside or bool(words)
-                said[rank] = words or _read(monitor.store, f"{_WAITS}{rank}")
+                said[rank] = words or read_text(monitor.store, f"{_WAITS}{rank}")
         return dict(sorted(said.items())) if outside and all(said.values()) else {}
 
     def __exit__(self, *_: object) -> None:
@@ -155,14 +156,10 @@ def ended_ranks() -> str:
     others = [rank for rank in range(min(dist.get_world_size(), MOST_RANKS)) if rank != monitor.rank]
 
     def ask() -> list[str]:
-        said = [(rank, _read(monitor.store, f"{_ENDED}{rank}")) for rank in others]
+        said = [(rank, read_text(monitor.store, f"{_ENDED}{rank}")) for rank in others]
         return [f"rank {rank} {words}" for rank, words in said if words]
 
     found = within(ANSWER_SECONDS, ask)
     if found:
         return ", ".join(found)
     return f"rank {others[0]} is gone" if len(others) == 1 else ""
-
-
-def _read(store: Any, key: str) -> str:
-    return str(store.get(key).decode()) if store.check([key]) else ""

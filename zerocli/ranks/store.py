@@ -81,6 +81,20 @@ def read_all(store: Any, keys: list[str]) -> list[bytes]:
     return found
 
 
+def read_text(store: Any, key: str) -> str:
+    """Return the text of a key; an empty one if it is not there."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def cloned(store: Any) -> Any:
+    """Return a new connection to a store, or the store itself if it cannot be cloned: a blocked call on one must not
+    block the other.
+    """
+    with contextlib.suppress(Exception):
+        return store.clone()
+    return store
+
+
 def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
     # torch tries once or twice, each for the full timeout, with long warnings, so we poll ourselves.
     deadline = time.monotonic() + patience.total_seconds()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zerocli.errors import FAILURE, USAGE, UserError
 from zerocli.regular_files import write_text
@@ -149,15 +149,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def cloned(store: Any) -> Any:
-    """Return a new connection to a store, or the store itself if it cannot be cloned: a blocked call on one must not
-    block the other.
-    """
-    with contextlib.suppress(Exception):
-        return store.clone()
-    return store
 
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zerocli.ranks.store import read_all
+from zerocli.ranks.store import read_all, read_text
 from zerocli.ranks.words import by_words, named, ranks_of, runs, said_of
 from zerocli.ranks.worker import within
 from zerocli.run.processes import shared_slots
@@ -128,7 +128,8 @@ class Heartbeats:
 
     def gone_here(self) -> dict[int, Heartbeat]:
         """Return the ranks of this host whose processes ended before they were through; sends no message."""
-        return {rank: beat for rank, beat, process in self._read_records() if process and shared_slots.is_gone(process)}
+        here = [(rank, beat, process) for rank, beat, process in self._read_records() if process]
+        return {rank: beat for rank, beat, process in here if shared_slots.process_of(str(process[0])) != process}
 
     def _publisher(self, here: Mapping[int, Heartbeat], now: float) -> int:
         """Return the first rank of this host that is alive."""
@@ -195,13 +196,10 @@ class Heartbeats:
         pause()
         key = f"found/{number}"
         for _ in range(FOUND_TRIES):  # it began a moment earlier or later, and its two questions take a while
-            if text := within(PATIENCE_SECONDS, lambda: self._reach(lambda: self._read_if_there(key))):
+            if text := within(PATIENCE_SECONDS, lambda: self._reach(lambda: read_text(self._store, key))):
                 return read_found(text)
             time.sleep(PATIENCE_SECONDS / FOUND_TRIES)
         return None
-
-    def _read_if_there(self, key: str) -> str:
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def _read_twice(self, pause: Callable[[], object]) -> Heard | None:
         pause()  # what a rank said last may not have been published before

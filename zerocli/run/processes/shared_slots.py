@@ -74,11 +74,6 @@ Process = tuple[int, int]
 """A process by its number and when it started: numbers are used again."""
 
 
-def is_gone(process: Process) -> bool:
-    """Return whether a process of this host has ended."""
-    return process_of(str(process[0])) != process
-
-
 def process_of(name: str) -> Process | None:
     """Return a process that lives, by its number or `self`; None where others cannot see whether it is alive."""
     with contextlib.suppress(OSError, ValueError, IndexError):

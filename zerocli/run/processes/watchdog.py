@@ -33,8 +33,9 @@ from zerocli.errors import FAILURE
 from zerocli.ranks.issued import Issued
 from zerocli.ranks.loss import Severed, severed
 from zerocli.ranks.startup import STARTUP, Progress
+from zerocli.ranks.store import cloned
 from zerocli.ranks.words import said_of
-from zerocli.ranks.worker import cloned, record_failure, within
+from zerocli.ranks.worker import record_failure, within
 from zerocli.run.folders.folder import standing
 from zerocli.run.processes.heartbeats import (
     PATIENCE_SECONDS,
