@@ -81,10 +81,7 @@ def show(text: str) -> None:
 
 def show_json(document: Any, indent: int | None = None) -> None:
     """Print a document to stdout as JSON, in which NaN and infinities, which JSON does not have, are null."""
-    try:
-        text = json.dumps(document, indent=indent, allow_nan=False)
-    except ValueError:
-        text = json.dumps(_without_nan(document), indent=indent, allow_nan=False)
+    text = json.dumps(_without_nan(document), indent=indent, allow_nan=False)
     show(text)
 
 

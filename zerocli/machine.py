@@ -43,6 +43,11 @@ class Memory:
     available: int
     limit: int | None
 
+    @property
+    def allowed(self) -> int:
+        """What processes may take of it."""
+        return min(self.total, self.limit or self.total)
+
 
 def allow_open_files(needed: int) -> None:
     """Have this process and its children may open `needed` files; raise UserError where its limit forbids that."""

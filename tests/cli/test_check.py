@@ -80,7 +80,15 @@ def test_the_unsharded_run_shows_its_progress(monkeypatch, capsys):
     assert [line.rpartition(": ")[2] for line in said] == [f"{100 * done // 6} %" for done in range(1, 7)]
 
 
+def test_the_unsharded_run_has_the_whole_schedule():
+    sets = ["train.steps=3", "optimizer.schedule=wsd", "optimizer.decay=3", "optimizer.min_lr=0"]
+    for more in ([], ["optimizer.warmup=3", "optimizer.warmup_shape=log"]):
+        results = checked("tiny", [Row(0)], [*SMALL, *sets, *more])[1]
+        assert results[0]["verdict"] in ("identical", "equal"), results
+
+
 def test_what_sharding_changes_is_found_and_named():
+
     sources = [f"check_models:{name}" for name in ("Sound", "ByRank", "Stateful", "Refusing")]
     rows = [Row(0), Row(3, "cpu", "cpu", recompute=True)]
     found = run_ranks(2, checked_many, sources, rows, ["train.seq=16", "train.batch=2", "train.clip=0"])[0]

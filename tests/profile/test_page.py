@@ -162,11 +162,11 @@ def test_a_colour_has_one_meaning_in_every_chart_and_run(document):
 
 def test_the_capacity_is_drawn_to_scale_or_written():
     rows = [Bar("a", {"parameters": 50.0})]
-    near = bars(rows, {}, str, "#000", capacity=100)
+    near = bars(rows, {}, str, capacity=100)
     x = float(re.search(r'<line class="capacity" x1="([\d.]+)"', near)[1])
     end = float(re.search(r'<rect x="[\d.]+" y="\d+" width="([\d.]+)"', near)[1])
     assert x - charts.LABEL == pytest.approx(2 * end, rel=1e-3)
-    far = bars(rows, {}, str, "#000", capacity=100_000)
+    far = bars(rows, {}, str, capacity=100_000)
     assert "<line" not in far and "capacity 100000, beyond this scale" in far
 
 

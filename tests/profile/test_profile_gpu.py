@@ -48,7 +48,7 @@ def _work(folder: Path, sets: tuple[str, ...], plain: bool, exact: bool) -> None
     torch.use_deterministic_algorithms(True, warn_only=True)
     given = (*SETS, "train.precision=bf16", "data.tokenizer=bytes", f"data.path={folder / 'text.txt'}", *sets)
     config = configs.load("tiny", sets=given, flags={})
-    trainer.train_rank(config, RunOptions(str(folder)), Observer() if plain else Profiler(), Watchdog(None, 0))
+    trainer.train_rank(config, RunOptions(str(folder)), Observer() if plain else Profiler(), Watchdog(0))
 
 
 SOME = [pytest.param(way, marks=[] if way.startswith("s") else pytest.mark.long) for way in WAYS]

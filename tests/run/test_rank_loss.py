@@ -19,8 +19,8 @@ from runs import TINY, Death, train
 
 from zerocli.checkpoint.folder import Folder
 from zerocli.ranks.loss import Severed, severed
+from zerocli.ranks.worker import within
 from zerocli.run.processes.heartbeats import Heartbeat, Heartbeats, lost_ranks
-from zerocli.run.processes.rank_loss import within
 
 SETS = ("zero.stage=3", "train.watchdog=3")
 

@@ -105,7 +105,7 @@ def test_shares_become_steps():
     sets = ["train.steps=49", "checkpoint.every=0.25", "train.eval_every=0.1", "optimizer.warmup=0.03"]
     config = with_whole_steps(configs.load("tiny", sets))
     assert (config.checkpoint.every, config.train.eval_every, config.optimizer.warmup) == (13, 5, 2)
-    assert make_schedule("cosine", 1.0, 49, 0.03)(1) == 0.5
+    assert make_schedule(configs.OptimizerConfig(lr=1.0, warmup=0.03), 49)(1) == 0.5
     assert with_whole_steps(configs.load("tiny", ["checkpoint.every=7"])).checkpoint.every == 7
 
 

@@ -18,8 +18,7 @@ from zerocli import config as configs
 from zerocli.config.options import RunOptions
 from zerocli.errors import UserError
 from zerocli.run.folders import run_lock
-from zerocli.run.folders.owner import OWNER, is_gone, this_process
-from zerocli.run.folders.run_lock import lock_run_folder
+from zerocli.run.folders.run_lock import OWNER, is_gone, lock_run_folder, this_process
 from zerocli.run.processes import launch
 
 

@@ -23,8 +23,7 @@ from zerocli.config import ModelConfig
 from zerocli.engine.comm import Collectives
 from zerocli.files import pread
 from zerocli.models import build
-from zerocli.ranks.progress import Progress
-from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.startup import STARTUP, Progress
 from zerocli.run.processes.heartbeats import Heartbeat
 from zerocli.run.processes.watchdog import Axis, Watchdog
 
@@ -125,7 +124,7 @@ def test_a_save_that_waits_for_a_rank_names_it_and_the_stage(ended):
 def test_what_comes_through_in_a_start_counts_however_little(tmp_path):
     """Reading a large checkpoint is slow, and no stuck disk: every part of a read moves; so does a transfer."""
     said: list[str] = []
-    dog, ago = Watchdog(None, 60.0, said.append), time.monotonic() - 100
+    dog, ago = Watchdog(60.0, end=said.append), time.monotonic() - 100
     (tmp_path / "file").write_bytes(bytes(100))
     with STARTUP.by_itself("reading the checkpoint of step 2"), (tmp_path / "file").open("rb") as file:
         assert dog._stuck_alone() == ""
@@ -153,7 +152,9 @@ def test_a_stuck_transfer_names_its_unit_and_its_piece():
 
     flat = next(flat for flat in engine.flats() if flat.unit.name == "blocks.1")
     future: Future = Future()
-    with Watchdog(engine, 0.2, end):
+    dog = Watchdog(0.2, end=end)
+    dog.attach(engine)
+    with dog:
         assert flat.record is not None
         transfer = flat.record.store._track(Transfer(4096, future=future, tier="nvme"), 0, 1)
         waiter = threading.Thread(target=transfer.synchronize)
@@ -178,7 +179,10 @@ def stuck_in_tensor_parallelism() -> list[str]:
             store.set(f"told{number}", "1")
             told.set()
 
-        with Watchdog(engine, 0.4, end):
+        dog = Watchdog(0.4, end=end)
+        dog.connect(dist.get_rank(), dist.get_world_size())
+        dog.attach(engine)
+        with dog:
             if axis.rank == 1:
                 store.wait([f"told{number}"])
             act(torch.ones(2))

@@ -35,7 +35,7 @@ def _work(folder: str, sets: tuple[str, ...], plain: bool, resume: bool) -> None
     register(*CELLAR)
     config = configs.load("tiny", sets=sets, flags={})
     observer = Observer() if plain else Profiler()
-    trainer.train_rank(config, RunOptions(folder, resume=resume), observer, Watchdog(None, 0))
+    trainer.train_rank(config, RunOptions(folder, resume=resume), observer, Watchdog(0))
 
 
 def rows(document: dict[str, Any], tier: str) -> dict[str, int]:

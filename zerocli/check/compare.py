@@ -105,14 +105,6 @@ class Tolerance:
     noise: Differences
     """Its effect on the unsharded run."""
 
-    @property
-    def loss(self) -> float:
-        return max(self.noise.loss, self.rounding)
-
-    @property
-    def norm(self) -> float:
-        return max(self.noise.norm, self.rounding)
-
     def first_over(self, found: Differences, factor: float) -> tuple[Gap, float] | None:
         """Return the first tensor, in the model's order, that differs by more than rounding, and what is allowed."""
         for gap, noise in zip(found.gaps, self.noise.gaps, strict=True):
@@ -125,10 +117,12 @@ class Tolerance:
 
     def first_step(self, found: Differences, factor: float) -> tuple[str, int, float, float] | None:
         """Return (what, step, difference, tolerance) of the first loss or norm that differs by more."""
+        limits = [factor * max(noise, self.rounding) for noise in (self.noise.loss, self.noise.norm)]
         for step, pair in enumerate(zip(found.losses, found.norms, strict=True), start=1):
-            for what, value, allowed in zip(("loss", "gradient norm"), pair, (self.loss, self.norm), strict=True):
-                if not value <= factor * allowed:
-                    return what, step, value, factor * allowed
+            for what, value, allowed in zip(("loss", "gradient norm"), pair, limits, strict=True):
+                if not value <= allowed:
+                    return what, step, value, allowed
+
         return None
 
 

@@ -151,11 +151,8 @@ def _judge(pool: Pool, row: Row, reference: list[Numbers], moved: list[Numbers])
 
     began = time.perf_counter()
     verdict, found = pool.run(Job(row))
-    result: dict[str, Any] = {"verdict": verdict, "message": found if verdict != "ok" else ""}
-    if verdict == "ok":
-        result = _compared(found, reference, moved)
-    own: dict[str, Any] = {"stage": row.stage, "offload": row.offload, "recompute": row.recompute}
-    return RowResult(**own, **result, seconds=time.perf_counter() - began)
+    result = _compared(found, reference, moved) if verdict == "ok" else {"verdict": verdict, "message": found}
+    return RowResult(row.stage, row.offload, row.recompute, **result, seconds=time.perf_counter() - began)
 
 
 def _compared(found: list[Numbers], reference: list[Numbers], moved: list[Numbers]) -> dict[str, Any]:

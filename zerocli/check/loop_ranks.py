@@ -87,7 +87,12 @@ def run(spec: Spec, job: Job, folder: str) -> Numbers:
     if job.moved:
         floats = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
         move_by_one_rounding(floats, FP32_ROUNDING)
-    engine = _plain(spec, model) if job.row is None else _sharded(spec, job.row, model, device, folder)
+    if job.row is None:
+        optimizer = plain_optimizer(model, spec.optimizer, spec.lr, spec.weight_decay, spec.options)
+        engine: Any = Replica(model, optimizer, spec.settings.get("clip"), spec.lr)
+    else:
+        engine = _sharded(spec, job.row, model, device, folder)
+
     record = _Record(engine)
     try:
         _seed(spec.seed + 1 + rank)
@@ -109,11 +114,6 @@ def _device(name: str, rank: int) -> torch.device:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
-
-
-def _plain(spec: Spec, model: nn.Module) -> Any:
-    optimizer = plain_optimizer(model, spec.optimizer, spec.lr, spec.weight_decay, spec.options)
-    return Replica(model, optimizer, spec.settings.get("clip"), spec.lr)
 
 
 def _sharded(spec: Spec, row: Row, model: nn.Module, device: torch.device, folder: str) -> Any:
@@ -151,8 +151,9 @@ class _Record:
     def follow(self, loop: Callable[..., Any], rank: int) -> None:
         """Call the loop; keep what it yields or returns."""
         given = loop(self.engine, rank) if _takes_rank(loop) else loop(self.engine)
+        numbers = torch.Tensor | bool | int | float
         for value in given if inspect.isgenerator(given) else [given]:
-            self.values[YIELDED] += [_flat(leaf) for leaf in tree_leaves(value) if _is_number(leaf)]
+            self.values[YIELDED] += [_flat(leaf) for leaf in tree_leaves(value) if isinstance(leaf, numbers)]
 
     def numbers(self, engine: Any) -> Numbers:
         """Return everything to compare, by name. Collective."""
@@ -165,10 +166,6 @@ def _takes_rank(loop: Callable[..., Any]) -> bool:
     parameters = inspect.signature(loop).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | bool | int | float)
 
 
 def _flat(value: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ averaged: the same mean as over ranks. Under bf16 and fp16 parameters compute in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Plain:
         if off_by_one_rounding:
             move_by_one_rounding(self.names, rounding(precision.compute))
         self.masters = _masters(self.names, precision.compute)
-        self.schedule = make_schedule(optimizer.schedule, optimizer.lr, steps, optimizer.warmup, optimizer.min_lr)
+        self.schedule = make_schedule(optimizer, steps)
         self.optimizer = _make_optimizer(optimizer, list(self.masters.values()))
         self.steps = self.skipped = 0
 
@@ -111,13 +111,17 @@ class Plain:
 
 
 def train(
-    run: Any, steps: int, micro_steps: Callable[[int], list[Callable[[], torch.Tensor]]]
+    run: Any, steps: int, micro_steps: Callable[[int], Iterable[torch.Tensor]], count: Callable[[int], None]
 ) -> tuple[list[float], list[float]]:
-    """Return the losses and norms of `steps` steps; `micro_steps` returns a function per micro-step."""
+    """Return the losses and norms of `steps` steps; `micro_steps` makes a step's passes, each of which is counted."""
     losses, norms = [], []
     for step in range(1, steps + 1):
-        found = [micro().double() for micro in micro_steps(step)]
+        found = []
+        for loss in micro_steps(step):
+            found.append(loss.double())
+            count(1)
         norms.append(run.step())
+
         losses.append(torch.stack(found).mean().item())
     return losses, norms
 
@@ -145,14 +149,20 @@ def move_by_one_rounding(names: Mapping[str, nn.Parameter], size: float) -> None
         p.mul_(1 + up * size)
 
 
-def _make_optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return torch's own optimizer, without weight decay for norms and biases, as in the engine."""
-    kind = optimizer_class(config.name)
+def decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the groups of torch's own optimizer: without weight decay for norms and biases, as in the engine."""
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def _make_optimizer(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's own optimizer."""
+    kind = optimizer_class(config.name)
     try:
-        return kind([group for group in groups if group["params"]], lr=config.lr, **arguments_of(config))  # type: ignore[call-arg]
+        return kind(decayed(parameters, config.weight_decay), lr=config.lr, **arguments_of(config))  # type: ignore[call-arg]
+
     except (TypeError, ValueError) as error:
         raise NotPlain(f"torch.optim.{kind.__name__} does not take the whole model: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import multiprocessing.connection
+import multiprocessing.forkserver
 import pickle
 import shutil
 import tempfile
@@ -26,23 +27,16 @@ PRELOAD = ["zerocli.check.loop_ranks", "zerocli.engine.api", "torch._dynamo"]
 """What ranks need, imported once; the last takes seconds, and any torch.optim optimizer imports it."""
 
 
-def _context() -> Any:
-    """Return how processes are started. No fork: a copy of a process that has run torch's threads hangs in them."""
-    from multiprocessing import forkserver
-
-    context = mp.get_context("forkserver")
-    own = getattr(forkserver, "_forkserver", None)
-    if getattr(own, "_preload_modules", None) in (None, ["__main__"]):  # nobody else has said what to import
-        context.set_forkserver_preload(PRELOAD)
-    return context
-
-
 class Pool:
     """Processes that run jobs; started when first needed, and again after one of them failed or hung."""
 
     def __init__(self, ranks: int, packed: bytes, seconds: float) -> None:
         self.ranks, self.packed, self.seconds = ranks, packed, seconds
-        self._context = _context()
+        # No fork: a copy of a process that has run torch's threads hangs in them.
+        self._context: Any = mp.get_context("forkserver")
+        own = getattr(multiprocessing.forkserver, "_forkserver", None)
+        if getattr(own, "_preload_modules", None) in (None, ["__main__"]):  # nobody else has said what to import
+            self._context.set_forkserver_preload(PRELOAD)
         self._processes: list[Any] = []
         self._ends: list[Any] = []
         self._folder = ""

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from zerocli.models.lora import adapted
 from zerocli.plan.blocks.factory import build_external
 from zerocli.run.engines import cap_device, make_engine, make_model, resolve
 from zerocli.run.output import report
-from zerocli.run.steps import micro_step
+from zerocli.run.steps import micro_steps
 
 Result = dict[str, Any]
 GRACE_SECONDS = 10.0
@@ -136,17 +136,8 @@ class Ranks:
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
-    def _micro_steps(
-        self, run: Any, step: int, replicas: range, device: torch.device
-    ) -> list[Callable[[], torch.Tensor]]:
-        def one(micro: int, replica: int) -> torch.Tensor:
-            batch = self.batches.batch(step, micro, replica, self.replicas)
-            weight = self.batches.weight(step, micro, replica, self.replicas)
-            seeds = (self.config.train.seed, step, micro, replica)
-            return micro_step(run, tuple(part.to(device) for part in batch), seeds, weight)
-
-        order = [(micro, replica) for micro in range(self.config.train.accumulate) for replica in replicas]
-        return [lambda micro=micro, replica=replica: one(micro, replica) for micro, replica in order]  # type: ignore[misc]
+    def _micro_steps(self, run: Any, step: int, replicas: range, device: torch.device) -> Iterator[torch.Tensor]:
+        return micro_steps(run, self.batches, self.config, step, replicas, self.replicas, device)
 
     def _reference(self, start: dict[str, torch.Tensor]) -> tuple[Outcome, Tolerance, Result]:
         """Return the unsharded run, the effect of rounding on it, and notes on both."""
@@ -200,23 +191,14 @@ class Ranks:
         self, start: dict[str, torch.Tensor], device: torch.device, off: bool, count: Callable[[int], None]
     ) -> Outcome:
         """Return the numbers of plain torch; `count` is called after each forward and backward."""
-
-        def counted(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-            def once() -> torch.Tensor:
-                loss = run()
-                count(1)
-                return loss
-
-            return once
-
         config = self.config
+
         chosen, _ = precision(config.train.precision, device)
         passes = config.train.accumulate * self.replicas
         about = (config.optimizer, config.train.steps, chosen, config.train.clip, passes, device, off)
         run = Plain(self._whole_model(), start, *about)
-        micro_steps = functools.partial(self._micro_steps, run, replicas=range(self.replicas), device=device)
-        losses, norms = train(run, self.steps, lambda step: [counted(each) for each in micro_steps(step)])
-        return run.outcome(losses, norms)
+        passes_of = functools.partial(self._micro_steps, run, replicas=range(self.replicas), device=device)
+        return run.outcome(*train(run, self.steps, passes_of, count))
 
     def _by_engine(self, start: dict[str, torch.Tensor], off: float) -> Outcome:
         """Return the unsharded run of an optimizer that torch does not have."""
@@ -236,7 +218,7 @@ class Ranks:
         """Return the numbers of the steps, the mean of all ranks' losses among them. Collective."""
         losses, norms, skipped = [], [], 0
         for step in range(1, self.steps + 1):
-            found = [each() for each in self._micro_steps(engine, step, replicas, engine.device)]
+            found = list(self._micro_steps(engine, step, replicas, engine.device))
             result = engine.step()
             total = torch.stack([loss.double() for loss in found]).sum()
             sums = engine.gather_control(total.reshape(1))
@@ -341,12 +323,7 @@ def _numbers(found: Differences) -> Result:
 
 
 def _gap(gap: Gap) -> Result:
-    return {
-        "name": gap.name,
-        "what": gap.what,
-        "relative": _finite(gap.relative),
-        "absolute": _finite(gap.largest),
-    }
+    return {"name": gap.name, "what": gap.what, "relative": _finite(gap.relative), "absolute": _finite(gap.largest)}
 
 
 def _finite(value: float) -> float | None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zerocli.check.plain import optimizer_class
+from zerocli.check.plain import decayed, optimizer_class
 from zerocli.engine.optimizer.step import StepResult
 
 Learning = float | Callable[[int], float] | None
@@ -130,9 +130,5 @@ def plain_optimizer(
         made: torch.optim.Optimizer = kind(list(model.parameters()))
         return made
     asked = dict(options) if lr is None else {"lr": lr(1) if callable(lr) else lr, **options}
-    if weight_decay is None:
-        return kind(model.parameters(), **asked)  # type: ignore[no-any-return]
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    spared = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return kind([group for group in groups if group["params"]], **asked)  # type: ignore[no-any-return]
+    parameters = list(model.parameters())
+    return kind(parameters if weight_decay is None else decayed(parameters, weight_decay), **asked)  # type: ignore[no-any-return]

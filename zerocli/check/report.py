@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,12 +74,12 @@ class Report:
         return "\n".join([*lines, "", self._verdict()])
 
     def _verdict(self) -> str:
-        counts = {
-            word: sum(row.verdict == word for row in self.rows) for word in ("differs", "refused", "error", "hung")
-        }
         words = {"differs": "differ from it", "refused": "refused", "error": "failed", "hung": "hung"}
-        good = sum(row.verdict in GOOD for row in self.rows)
-        said = [f"{good} of {len(self.rows)} equal plain torch", *(f"{n} {words[w]}" for w, n in counts.items() if n)]
+        counts = Counter(row.verdict for row in self.rows)
+        good = sum(counts[word] for word in GOOD)
+        said = [f"{good} of {len(self.rows)} equal plain torch"]
+        said += [f"{counts[word]} {meant}" for word, meant in words.items() if counts[word]]
+
         return f"{'ok' if self.ok else 'FAILED'}: {', '.join(said)}."
 
 

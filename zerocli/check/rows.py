@@ -53,9 +53,6 @@ class Checklist:
     first: int = 0
     """The first row to run: restarted ranks continue after the row that ended them."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Checklist:
         rows = tuple(Row(**row) for row in values["rows"])

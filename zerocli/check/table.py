@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ def heading(name: str, checklist: Checklist, about: Result, tokens: str) -> list
     """Return the lines above the rows: what is compared, the table's head, and what rounding alone changes."""
     steps = checklist.steps
     ranks = about["ranks"]
-    lines = [
+    return [
         f"{name}: {about['parameters']:,} parameters, {about['precision']} ({about['precision_reason']})",
         *textwrap.wrap(
             f"{steps} step{'s' * (steps > 1)} of {tokens} on {ranks} rank{'s' * (ranks > 1)}, compared with "
@@ -32,7 +33,6 @@ def heading(name: str, checklist: Checklist, about: Result, tokens: str) -> list
         _line(_width(checklist), "stage", "offload", "blocks", "loss", "grad norm", "params", "optimizer", "verdict"),
         _line(_width(checklist), "-", "rounding", "", *_cells(about["noise"]), ""),
     ]
-    return lines
 
 
 def row_line(checklist: Checklist, row: Row, result: Result) -> str:
@@ -117,16 +117,12 @@ def _which(rows: list[Row]) -> str:
 
 def verdict(checklist: Checklist, results: Mapping[int, Result]) -> str:
     """Return the check's answer in a sentence or two."""
-    counts: dict[str, int] = {}
-    for result in results.values():
-        counts[result["verdict"]] = counts.get(result["verdict"], 0) + 1
-    good = counts.get("equal", 0) + counts.get("identical", 0)
-    total = len(checklist.rows)
-    said = [
-        f"{good} of {total} equal the unsharded run" + (f", {n} bit for bit" if (n := counts.get("identical")) else "")
-    ]
+    counts = Counter(result["verdict"] for result in results.values())
+    said = [f"{counts['equal'] + counts['identical']} of {len(checklist.rows)} equal the unsharded run"]
+    said += [f"{counts['identical']} bit for bit"] if counts["identical"] else []
     words = {"differs": "{n} differ{s}", "error": "{n} failed", "refused": "{n} refused"}
-    said += [words[kind].format(n=n, s="s" * (n == 1)) for kind in words if (n := counts.get(kind))]
+    said += [words[kind].format(n=n, s="s" * (n == 1)) for kind in words if (n := counts[kind])]
+
     return f"{'ok' if ok(results) else 'FAILED'}: {', '.join(said)}."
 
 

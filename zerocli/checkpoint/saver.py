@@ -27,7 +27,7 @@ from zerocli.checkpoint.writer import Writer, in_words, make_folder
 from zerocli.engine.engine import Engine
 from zerocli.layout.sizes import format_bytes
 from zerocli.ranks.loss import Severed, severed
-from zerocli.ranks.progress import Progress
+from zerocli.ranks.startup import Progress
 
 BUFFER_NBYTES = 1 << 30
 MIN_ADVISED_SECONDS = 0.5

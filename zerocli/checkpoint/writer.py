@@ -28,7 +28,7 @@ from zerocli.engine.events import Events
 from zerocli.files import DirectFile, pwrite_all
 from zerocli.garbage import paused
 from zerocli.ranks.exchange import broadcast_json, collect_json
-from zerocli.ranks.progress import Progress
+from zerocli.ranks.startup import Progress
 from zerocli.ranks.words import by_words, named
 from zerocli.regular_files import remove, sync_folder
 

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -96,7 +95,8 @@ def command(
     if worker:
         die_with_parent()
         flags["parallel.ranks"] = int(worker["WORLD_SIZE"])
-    config = _without_auto(_smaller(configs.load(source, sets=sets, flags=flags), sets, flags))
+    config = _smaller(configs.load(source, sets=sets, flags=flags), sets, flags)
+
     _refuse(config, offload)
     if worker:
         os.environ.update(worker)
@@ -160,21 +160,19 @@ def _imported(name: str) -> Any:
 
 
 def _smaller(config: configs.Config, sets: tuple[str, ...], flags: dict[str, Any]) -> configs.Config:
-    """Return the config with less data per step, unless the user set the amount."""
+    """Return the config with less data per step, unless the user set the amount, and no choice of what is recomputed:
+    each row says that itself.
+    """
+
     said = {text.partition("=")[0].strip() for text in sets} | {
         key for key, value in flags.items() if value is not None
     }
     values = {key: min(get(config, key), most) for key, most in LARGEST.items() if key not in said}
     if "train.global_batch" not in said and config.train.global_batch:
         values |= {"train.global_batch": 0, "train.accumulate": 2}
+    if config.activations.policy == configs.AUTO:
+        values["activations.policy"] = "keep"
     return config.with_values(values)
-
-
-def _without_auto(config: configs.Config) -> configs.Config:
-    """Return the config with activations kept instead of `auto`: each row says itself whether blocks are recomputed."""
-    if config.activations.policy != configs.AUTO:
-        return config
-    return config.with_values({"activations.policy": "keep"})
 
 
 def _refuse(config: configs.Config, offloads: tuple[str, ...]) -> None:
@@ -195,12 +193,9 @@ def _folder(worker: bool) -> Iterator[Path]:
     if worker and "ZEROCLI_PARENT" in os.environ:
         yield Path(os.environ["ZEROCLI_RUN_DIR"])
         return
-    path = Path(tempfile.mkdtemp(prefix="zerocli-check-"))
-    try:
-        (path / "logs").mkdir()
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="zerocli-check-", ignore_cleanup_errors=True) as name:
+        Path(name, "logs").mkdir()
+        yield Path(name)
 
 
 # -- what to run -------------------------------------------------------------------------------------------------------
@@ -215,8 +210,7 @@ def _choose(
     first = os.environ.get("RANK", "0") == "0"
     tell = say if first else (lambda text: None)
     tell(f"ranks {num_ranks} ({reason})")
-    numel, needed = _needs(config, num_gpus, num_ranks)
-    _fits(config, num_gpus, needed)
+    numel = _refuse_large(config, num_gpus, num_ranks)
     config, nvme = _with_disk(config, folder, numel, tell)
     missing = machine.missing_compiler(on_gpu=num_gpus > 0)
     if missing:
@@ -227,8 +221,8 @@ def _choose(
     return config, Checklist(rows, given["steps"]), num_ranks
 
 
-def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, dict[str, int]]:
-    """Return the model's parameters, and the bytes that the unsharded run and the comparison need on each tier."""
+def _refuse_large(config: configs.Config, num_gpus: int, num_ranks: int) -> int:
+    """Return the number of the model's parameters; UserError, with exit code 3, if the unsharded run does not fit."""
     from zerocli.plan.blocks.factory import count_external
     from zerocli.plan.blocks.inputs import run_shape
     from zerocli.plan.report.preflight import plan_config
@@ -246,11 +240,7 @@ def _needs(config: configs.Config, num_gpus: int, num_ranks: int) -> tuple[int, 
         whole = plan.needed("hbm")
     # fp32 copies on the host: initial values, the unsharded run's parameters and moments, and each rank's of a row.
     copies = 4 * numel * (1 + 3 + 3 * num_ranks)
-    return numel, {"hbm": whole, "dram": copies} if num_gpus else {"hbm": 0, "dram": whole + copies}
-
-
-def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None:
-    """Raise UserError, with exit code 3, if the unsharded run does not fit."""
+    needed = {"hbm": whole, "dram": copies} if num_gpus else {"hbm": 0, "dram": whole + copies}
     has = {"dram": machine.memory().available, "hbm": min((gpu.nbytes for gpu in machine.gpus()), default=0)}
     for tier, what in (("hbm", "GPU memory"), ("dram", "host memory")):
         if needed[tier] > has[tier]:
@@ -262,6 +252,7 @@ def _fits(config: configs.Config, num_gpus: int, needed: dict[str, int]) -> None
                 else "the same model with fewer or smaller layers",
                 exit_code=DOES_NOT_FIT,
             )
+    return numel
 
 
 def _with_disk(config: configs.Config, folder: Path, numel: int, tell: Any) -> tuple[configs.Config, bool]:
@@ -286,7 +277,7 @@ def _launch(checklist: Checklist, folder: Path, num_ranks: int, words: list[str]
     """
     todo = checklist
     while todo.first < len(checklist.rows):
-        (folder / CHECKLIST).write_text(json.dumps(todo.as_dict()))
+        (folder / CHECKLIST).write_text(json.dumps(dataclasses.asdict(todo)))
         before = len(_entries(folder))
         job = Job([sys.executable, "-m", "zerocli", *words], num_ranks, folder)
         code = job.run()

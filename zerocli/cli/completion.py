@@ -178,10 +178,6 @@ def command(shell: str | None) -> int:
         raise click.UsageError(f"SHELL is one of {', '.join(SHELLS)}, not {name or 'empty'}")
     from zerocli.cli.main import group
 
-    click.echo(_script(SHELLS[name], group))
+    made: Any = SHELLS[name](group, {}, "zerocli", "_ZEROCLI_COMPLETE")
+    click.echo(made.source_template % made.source_vars())
     return 0
-
-
-def _script(kind: Any, group: click.Command) -> str:
-    made = kind(group, {}, "zerocli", "_ZEROCLI_COMPLETE")
-    return str(made.source_template % made.source_vars())

@@ -9,8 +9,15 @@ from typing import Any
 import click
 
 from zerocli.cli.fit_judge import judge, largest_value
-from zerocli.cli.fit_machine import choose_hardware
-from zerocli.cli.fit_question import Question, as_trained, budget_of, flags_of, model_and_kind, split_sets
+from zerocli.cli.fit_question import (
+    Question,
+    as_trained,
+    budget_of,
+    choose_hardware,
+    flags_of,
+    model_and_kind,
+    split_sets,
+)
 from zerocli.cli.train import BASE_HELP
 from zerocli.cli.types import FiniteRange
 from zerocli.config import hub

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from offload.placement import Placement
-from zerocli.cli.fit_machine import choose_setup
-from zerocli.cli.fit_question import Question, free_keys
+from zerocli.cli.fit_question import Question, choose_setup, free_keys
 from zerocli.config import AUTO
 from zerocli.console import printable
 from zerocli.errors import UserError
@@ -52,12 +51,13 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     check(setup)  # before a model is run on fake tensors, which may take a minute
     if offload is not None and given["stage"] is not None:
         dataclasses.replace(setup, stage=given["stage"]).placement()
-    planned = _model(source, ask.trace, _undecided(setup, free), notes, chooses=bool(given["auto"]))
+    undecided = dataclasses.replace(setup, recompute=AUTO) if "activations.policy" in free else setup
+    planned = _model(source, ask.trace, undecided, notes, chooses=bool(given["auto"]))
     notes += planned.notes(setup)
     if ask.largest:
         if not planned.resizable:
             notes.append("--max counts model states alone; with a MODEL that has a shape it counts everything")
-        verdict = _largest(ask, planned, _undecided(setup, free), hardware, stages, offload)
+        verdict = _largest(ask, planned, undecided, hardware, stages, offload)
         if (
             ask.largest == "seq"
             and source.shape is not None
@@ -87,12 +87,7 @@ def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
 
 
 def _largest(
-    ask: Question,
-    planned: Model,
-    setup: Setup,
-    hardware: Hardware,
-    stages: tuple[int, ...],
-    offload: Placement | None,
+    ask: Question, planned: Model, setup: Setup, hardware: Hardware, stages: tuple[int, ...], offload: Placement | None
 ) -> Verdict:
     """Return the verdict on the largest model, batch or sequence."""
     count = largest.largest_count(setup, hardware, stages, offload)
@@ -149,10 +144,6 @@ def _on_groups(faster: search.Candidate | None) -> list[str]:
     return [f"faster in groups of a node's {size} ranks: about {seconds} per step (--shard-ranks {size}{states})"]
 
 
-def _undecided(setup: Setup, free: frozenset[str]) -> Setup:
-    return dataclasses.replace(setup, recompute=AUTO) if "activations.policy" in free else setup
-
-
 def _on_saves(saved: Row, setup: Setup) -> str:
     """Return notes on how the verdict counts the run folder."""
     size = format_bytes(saved.nbytes)
@@ -174,13 +165,7 @@ def _refuse_lora(source: Source, setup: Setup) -> None:
         raise UserError(f"--lora with --tp {setup.tp} is not planned", hint="--tp 1")
 
 
-def _model(
-    source: Source,
-    traced: bool,
-    setup: Setup,
-    notes: list[str],
-    chooses: bool = False,
-) -> Model:
+def _model(source: Source, traced: bool, setup: Setup, notes: list[str], chooses: bool = False) -> Model:
     """Return what is planned; a factory's model is traced if something `chooses` by its memory and time."""
     lora = source.config.lora
     traced = traced or ((chooses or lora.rank > 0) and bool(source.factory))

@@ -19,20 +19,17 @@ import click
 from zerocli import allocator, console
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, USAGE, ShownElsewhere, UserError, closest
 
-# name -> (module:attribute, the line shown by --help); modules are imported only when their command runs.
+# Name of a command, and of its module here -> the line shown by --help; imported only when the command runs.
 COMMANDS = {
-    "fit": ("zerocli.cli.fit:command", "Say whether a model fits, and the fastest way that does; needs no GPU."),
-    "train": ("zerocli.cli.train:command", "Train a model under a ZeRO stage, on one machine or many."),
-    "profile": (
-        "zerocli.cli.profile:command",
-        "Run a few steps and show where the bytes and the seconds go, predicted beside measured.",
-    ),
-    "check": ("zerocli.cli.check:command", "Say whether sharding changes a model's numbers."),
-    "generate": ("zerocli.cli.generate:command", "Continue a prompt with the model of a run or a folder."),
-    "export": ("zerocli.cli.export:command", "Write a checkpoint's weights as safetensors, for other programs."),
-    "configs": ("zerocli.cli.configs:command", "List, show and copy the bundled configs."),
-    "env": ("zerocli.cli.env:command", "Show this machine: cores, memory and its limits, GPUs, disks."),
-    "completion": ("zerocli.cli.completion:command", "Print the completion script of bash, zsh or fish."),
+    "fit": "Say whether a model fits, and the fastest way that does; needs no GPU.",
+    "train": "Train a model under a ZeRO stage, on one machine or many.",
+    "profile": "Run a few steps and show where the bytes and the seconds go, predicted beside measured.",
+    "check": "Say whether sharding changes a model's numbers.",
+    "generate": "Continue a prompt with the model of a run or a folder.",
+    "export": "Write a checkpoint's weights as safetensors, for other programs.",
+    "configs": "List, show and copy the bundled configs.",
+    "env": "Show this machine: cores, memory and its limits, GPUs, disks.",
+    "completion": "Print the completion script of bash, zsh or fish.",
 }
 
 
@@ -41,7 +38,7 @@ COMPLETING = "_ZEROCLI_COMPLETE"
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are dotted paths, so that `--help` and completion import none of them."""
+    """A group whose commands are names of modules, so that `--help` and completion import none of them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -49,8 +46,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command: click.Command = importlib.import_module(f"zerocli.cli.{cmd_name}").command
         if COMPLETING in os.environ:
             from zerocli.cli import completion
 
@@ -67,7 +63,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -136,7 +132,10 @@ def run(args: Sequence[str] | None = None) -> int:
         console.drop_unwritten()
         if _wants_traceback() or not error.strerror:
             return _fail(_describe_bug(error), FAILURE)
-        return _fail(describe(*_about(error)), FAILURE)  # a full or failing disk, or permissions
+        where = f"{error.filename}: " if error.filename else ""  # a full or failing disk, or permissions
+        hint = f"ulimit -n 4096 (it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+        text = describe(f"{where}{error.strerror}", hint if error.errno == errno.EMFILE else "")
+        return _fail(text, FAILURE)
     except Exception as error:
         return _fail(_describe_bug(error), FAILURE)
 
@@ -145,15 +144,6 @@ def describe(message: str, hint: str | None = None) -> str:
     """Return a user's error as lines: `error:` before each fact (its further lines are indented), `try:` the hint."""
     lines = [line if line.startswith(" ") or not line else f"error: {line}" for line in message.splitlines()]
     return "\n".join(lines + [f"try: {line}" for line in (hint or "").splitlines()])
-
-
-def _about(error: OSError) -> tuple[str, str]:
-    """Return the message and the hint for an error of the operating system."""
-    where = f"{error.filename}: " if error.filename else ""
-    hint = ""
-    if error.errno == errno.EMFILE:
-        hint = f"ulimit -n 4096 (it is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
-    return f"{where}{error.strerror}", hint
 
 
 def _describe_bug(error: Exception) -> str:
@@ -175,14 +165,12 @@ def _fail(text: str, code: int, shown_elsewhere: bool = False) -> int:
     """Report a failure, unless another rank shows it; return its exit code."""
     if _wants_traceback() and code in (USAGE, DOES_NOT_FIT):
         text = f"{traceback.format_exc()}{text}"
-    if _is_rank():
-        from zerocli.ranks import worker
+    from zerocli.ranks import worker
 
-        if not (worker.record_failure(text, code) or shown_elsewhere):
-            console.say(text)
+    if not (_is_rank() and worker.record_failure(text, code)) and not shown_elsewhere:
+        console.say(text)
+    if _is_rank():
         _tell_others(text)
-        return code
-    console.say(text)
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import shlex
@@ -26,7 +27,7 @@ def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker
 
     Ranks that torchrun or SLURM restarted may find nothing, as those do whose folder is on another node.
     """
-    if worker and (worker["RANK"] != "0" or "ZEROCLI_PARENT" in os.environ or _restarted()):
+    if worker and (worker["RANK"] != "0" or "ZEROCLI_PARENT" in os.environ or restarted()):
         return
     if has_run(run_dir):
         return
@@ -37,9 +38,10 @@ def refuse_no_run(ctx: click.Context, run_dir: str, words: Sequence[str], worker
         words = words[1:]  # a resumed run has its own config
     words = [str(ctx.info_name), *words]
     if meant:
-        hint = f"zerocli {shlex.join(_replaced(words, run_dir, meant))}"
+        hint = f"zerocli {shlex.join(meant if word == run_dir else word for word in words)}"
     else:
-        hint = f"zerocli {shlex.join(_replaced(words, run_dir, ''))}, which starts a run in {quoted(run_dir)}"
+        fresh = shlex.join(word for word in words if word != "--resume")
+        hint = f"zerocli {fresh}, which starts a run in {quoted(run_dir)}"
     raise UserError(f"nothing to resume in {run_dir}: {fact}", hint=hint)
 
 
@@ -50,7 +52,8 @@ def has_run(run_dir: str | os.PathLike[str]) -> bool:
     return started or bool(Folder(folder / "checkpoints").newest_first())
 
 
-def _restarted(environ: Mapping[str, str] = os.environ) -> bool:
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun or SLURM says that it has restarted this rank."""
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(environ.get(name, "0") != "0" for name in names)
 
@@ -63,26 +66,15 @@ def nearest_run(run_dir: str) -> str:
     above = [each for each in Path(run_dir).parents if Folder(each / "checkpoints").committed()]
     if above:  # RUN/checkpoints, or a checkpoint itself
         return str(above[0])
-    found: dict[str, Path] = {}
+    inside: list[Path] = []
     for parent in (Path(run_dir).parent, Path(RUNS)):
-        try:
-            inside = sorted(parent.iterdir())
-        except OSError:
-            continue
-        for each in inside[:10_000]:
-            if Folder(each / "checkpoints").committed():
-                found.setdefault(str(each), each)
-    if not found:
-        return ""
-    by_name = {path.name: shown for shown, path in found.items()}
-    near = difflib.get_close_matches(Path(run_dir).name, by_name, n=1, cutoff=0.6)
-    return by_name[near[0]] if near else max(found, key=lambda shown: found[shown].stat().st_mtime)
-
-
-def _replaced(words: Sequence[str], run_dir: str, meant: str) -> list[str]:
-    """Return the command line with another run folder; with none, that of a new run."""
-    changed = [meant if word == run_dir and meant else word for word in words]
-    return changed if meant else [word for word in changed if word != "--resume"]
+        with contextlib.suppress(OSError):
+            inside += sorted(parent.iterdir())[:10_000]
+    found = [each for each in inside if Folder(each / "checkpoints").committed()]
+    by_name = {path.name: path for path in found}
+    if near := difflib.get_close_matches(Path(run_dir).name, by_name, n=1, cutoff=0.6):
+        return str(by_name[near[0]])
+    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else ""
 
 
 def refuse_no_export(run: str) -> None:

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from zerocli import config as configs
 from zerocli import machine
 from zerocli.checkpoint.folder import Folder
-from zerocli.cli.run_dirs import refuse_no_run
+from zerocli.cli.run_dirs import RUNS, refuse_no_run, restarted
 from zerocli.cli.types import Steps
 from zerocli.config.hub import weight_files
 from zerocli.config.options import RunOptions, automatic_keys
@@ -30,23 +30,15 @@ from zerocli.regular_files import read_regular
 from zerocli.run.folders.folder import run_folder
 from zerocli.run.processes import launch, preempt
 
-RUNS = "runs"
 # Parameter of the command -> the config key that it sets.
 KEYS = {
     "stage": "zero.stage",
     "offload": "offload.placement",
     "nvme_path": "offload.nvme_path",
-    "ranks": "parallel.ranks",
-    "tp": "parallel.tp",
-    "shard_ranks": "parallel.shard_ranks",
-    "steps": "train.steps",
-    "epochs": "train.epochs",
-    "batch": "train.batch",
-    "seq": "train.seq",
-    "precision": "train.precision",
+    **{name: f"parallel.{name}" for name in ("ranks", "tp", "shard_ranks")},
+    **{name: f"train.{name}" for name in ("steps", "epochs", "batch", "seq", "precision")},
     "data": "data.path",
-    "seed": "train.seed",
-    "init_from": "train.init_from",
+    **{name: f"train.{name}" for name in ("seed", "init_from")},
     "lr": "optimizer.lr",
     "accumulate": "train.accumulate",
     "save_every": "checkpoint.every",
@@ -206,11 +198,7 @@ def _may_read_ahead(ctx: click.Context, config: configs.Config, worker: Mapping[
 
 
 def with_defaults(
-    ctx: click.Context,
-    source: str,
-    sets: tuple[str, ...],
-    flags: Mapping[str, Any],
-    worker: Mapping[str, str] | None,
+    ctx: click.Context, source: str, sets: tuple[str, ...], flags: Mapping[str, Any], worker: Mapping[str, str] | None
 ) -> tuple[configs.Config, list[str]]:
     """Return the config with what `recipe` chooses for keys that nobody gave, and those as texts for `--set`.
 
@@ -376,10 +364,9 @@ def was_restarted(run_dir: str, environ: Mapping[str, str] = os.environ) -> bool
 
     torchrun counts restarts after a failure, but not after a node joins: those are recognised by the job's name.
     """
-    restarts = [environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
     job, before = job_name(environ), Path(run_dir, launch.JOB_FILE)
     same = bool(job) and before.is_file() and read_regular(before, 1 << 16).decode(errors="replace") == job
-    return (same or restarts != ["0", "0"]) and has_checkpoint(run_dir)
+    return (same or restarted(environ)) and has_checkpoint(run_dir)
 
 
 def has_checkpoint(run_dir: str | os.PathLike[str]) -> bool:

@@ -32,9 +32,7 @@ _EXAMPLES = {
     "--offload": "cpu, or --offload params=cpu,optimizer=nvme",
     "--precision": "bf16",
     "--stage": "3",
-    "--tp": "2",
-    "--shard-ranks": "2",
-    "--ranks": "2",
+    **dict.fromkeys(("--tp", "--shard-ranks", "--ranks"), "2"),
     "--epochs": "1",
     "--save-every": "100, or 0.25 of the run, or never",
     "--eval-every": "100, or 0.1 of the run",
@@ -51,12 +49,9 @@ _EXAMPLES = {
     "--lora": "16, or --lora 16:q_proj,v_proj",
     "--base": "nf4",
     "--file-size": "5GB",
-    "--data": "FILE",
     "--set": "SECTION.KEY=VALUE",
-    "--run-dir": "DIR",
-    "--init-from": "DIR",
-    "--nvme-path": "DIR",
-    "--html": "FILE",
+    **dict.fromkeys(("--data", "--html"), "FILE"),
+    **dict.fromkeys(("--run-dir", "--init-from", "--nvme-path"), "DIR"),
 }
 _SHARES = {"data.split": "0.05", "optimizer.warmup": "0.03", "train.eval_every": "0.1", "checkpoint.every": "0.25"}
 _PLACE = re.compile(r"(--[a-z-]+) ?")
@@ -150,11 +145,9 @@ def _command(args: Sequence[str]) -> str:
 
 def _right_value(param: click.Parameter, path: str) -> str:
     """Return the command with a value that an option or argument takes."""
-    if isinstance(param.type, click.Choice):
-        example = _example(param.opts[0]) or str(param.type.choices[0])
-    else:
-        default = str(param.default) if isinstance(param.default, int | float | str) else ""
-        example = _EXAMPLES.get(param.opts[0], default) or _example(param.opts[0])
+    default = param.type.choices[0] if isinstance(param.type, click.Choice) else param.default
+    usual = str(default) if isinstance(default, int | float | str) else ""
+    example = _EXAMPLES.get(param.opts[0]) or usual or _example(param.opts[0])
     name = f"{param.opts[0]} " if isinstance(param, click.Option) else ""
     return f"{path} {name}{example}" if example else ""
 
@@ -197,7 +190,7 @@ def _option(error: NoSuchOption, args: Sequence[str], path: str) -> str:
     after = args[at].partition("=")[2] if at < len(args) else ""
     if not after and at + 1 < len(args) and not args[at + 1].startswith("-"):
         after = args[at + 1]
-    there = _flags(error.ctx)
+    there = {name for param in error.ctx.command.params for name in param.opts} if error.ctx else set()
     if name.isdigit():  # a negative number or count
         return f"{path} {next((word.lstrip('-') for word in args if word.startswith(error.option_name)), name)}"
     if f"--{name}" in there:
@@ -221,10 +214,6 @@ def _with_value(ours: str, value: str) -> str:
         field = FIELDS[ours.removeprefix("--set ").rstrip("=")]
         return f"{ours}{value or ('true' if field.type is bool else as_text(field))}"
     return f"{ours} {quoted(value)}" if value and (" " not in ours or ours.endswith("--run-dir")) else ours
-
-
-def _flags(ctx: click.Context | None) -> set[str]:
-    return {name for param in ctx.command.params for name in param.opts} if ctx else set()
 
 
 def _keys(name: str, cutoff: float = 0.6) -> list[str]:

@@ -310,7 +310,7 @@ class Collectives:
     def _wait_watched(self, work: dist.Work, words: str) -> None:
         """Wait for an exchange; raise Disagreed if no rank can go on, because some wait elsewhere."""
         ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-        with deadlock.waiting(ranks, words) as waited:
+        with deadlock.Waiting(ranks, words) as waited:
             while not _done_within(work, deadlock.INTERVAL_SECONDS):
                 if verdict := waited.look():
                     raise Disagreed(verdict)

@@ -6,6 +6,8 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zerocli.profile.colours import OTHER
+
 WIDTH, LABEL, BAR, GAP = 1000, 190, 20, 8
 """Of the drawing: its width, the room for labels at its left, the height of a bar, the space between bars."""
 AFTER = 130
@@ -31,11 +33,10 @@ def bars(
     rows: Sequence[Bar],
     colours: Mapping[str, str],
     show: Callable[[float], str],
-    other: str,
     capacity: float | None = None,
     title: str = "",
 ) -> str:
-    """Return the bars on one scale; `show` writes a value, `other` colours unknown names."""
+    """Return the bars on one scale; `show` writes a value."""
     longest = max([row.total for row in rows], default=0.0)
     drawn = capacity if capacity and longest and capacity <= SHOWN_CAPACITY * longest else None
     most = max(longest, drawn or 0.0) or 1.0
@@ -44,15 +45,13 @@ def bars(
     height = len(rows) * (BAR + GAP) + (26 if capacity else GAP)
     made = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" class="bars"><title>{html.escape(title)}</title>']
     for index, row in enumerate(rows):
-        made += _bar(row, index * (BAR + GAP) + GAP // 2, scale, colours, show, other)
+        made += _bar(row, index * (BAR + GAP) + GAP // 2, scale, colours, show)
     if capacity:
         made += _line(capacity, LABEL + (drawn * scale if drawn else room), height, drawn is not None, show)
     return "".join([*made, "</svg>"])
 
 
-def _bar(
-    row: Bar, y: int, scale: float, colours: Mapping[str, str], show: Callable[[float], str], other: str
-) -> list[str]:
+def _bar(row: Bar, y: int, scale: float, colours: Mapping[str, str], show: Callable[[float], str]) -> list[str]:
     middle = y + BAR / 2 + 4
     label = row.label if len(row.label) <= 26 else f"{row.label[:12]}…{row.label[-12:]}"
     made = [f'<text x="{LABEL - 8}" y="{middle}" text-anchor="end">{html.escape(label)}</text>']
@@ -61,7 +60,7 @@ def _bar(
         wide = max(0.0, value) * scale
         if wide:
             words = html.escape(f"{name.replace('_', ' ')}: {show(value)}")
-            fill = colours.get(name, other)
+            fill = colours.get(name, OTHER)
             place = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{BAR}"'
             made.append(f'<rect {place} fill="{fill}"><title>{words}</title></rect>')
             x += wide
@@ -76,10 +75,10 @@ def _line(capacity: float, x: float, height: int, to_scale: bool, show: Callable
     return [line, f'<text class="capacity" {place}>{html.escape(words)}</text>']
 
 
-def legend(names: Sequence[str], colours: Mapping[str, str], other: str) -> str:
+def legend(names: Sequence[str], colours: Mapping[str, str]) -> str:
     """Return the names with their colours."""
     chips = (
-        f'<span><i class="chip" style="background:{colours.get(name, other)}"></i>'
+        f'<span><i class="chip" style="background:{colours.get(name, OTHER)}"></i>'
         f"{html.escape(name.replace('_', ' '))}</span>"
         for name in names
     )

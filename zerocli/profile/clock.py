@@ -17,17 +17,8 @@ import torch
 
 from zerocli.engine.streams import TimedEvent, compute_stream
 
-COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE = (
-    "compute",
-    "gather",
-    "reduce",
-    "host to device",
-    "device to host",
-    "disk read",
-    "disk write",
-    "update",
-)
-LANES = (COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE)
+LANES = ("compute", "gather", "reduce", "host to device", "device to host", "disk read", "disk write", "update")
+COMPUTE, GATHER, REDUCE, UP, DOWN, DISK_READ, DISK_WRITE, UPDATE = LANES
 MOVES = LANES[1:7]
 """Lanes of transfers and collectives, whose overlap with compute is measured."""
 WAIT = "wait"
@@ -81,13 +72,10 @@ class Clock:
         """Indices of the marks at which a step ended."""
         self._first: int | None = None
         """Index of the mark at which the first step began."""
-        self._base = self._base_event()
+        base = TimedEvent(self._device)
+        base.synchronize()
+        self._base = base, time.perf_counter()
         self._mark()
-
-    def _base_event(self) -> tuple[TimedEvent, float]:
-        event = TimedEvent(self._device)
-        event.synchronize()
-        return event, time.perf_counter()
 
     def stamp(self, stream: torch.cuda.Stream | None = None) -> Stamp:
         """Return an event at this point of a stream (default: the current one); on a CPU, the host's time."""
@@ -101,7 +89,6 @@ class Clock:
 
     @property
     def label(self) -> tuple[str, str]:
-        """The label of the current activity."""
         return self._labels[-1]
 
     def push(self, label: tuple[str, str]) -> None:

@@ -94,11 +94,6 @@ class Ledger:
         if found is not None:
             found.nbytes = 0
 
-    @property
-    def total(self) -> int:
-        """Bytes that are alive now."""
-        return sum(each.nbytes for each in self._live.values())
-
     # -- reading it off --------------------------------------------------------------------------------------------
 
     def peak(self, start: int = 0, stop: int | None = None) -> Held:

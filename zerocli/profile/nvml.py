@@ -26,24 +26,20 @@ def process_nbytes(device: torch.device) -> int | None:
     It does not without NVML, for a GPU split into instances (MIG), or if it knows this process by a pid other than its
     own (in a container).
     """
+    handle, found, count = ctypes.c_void_p(), (_Process * _MAX_PROCESSES)(), ctypes.c_uint(_MAX_PROCESSES)
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2() != 0:
             return None
         try:
-            return _of(library, f"GPU-{torch.cuda.get_device_properties(device).uuid}", os.getpid())
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+            if library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) != 0:
+                return None
+            if library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) != 0:
+                return None
         finally:
             library.nvmlShutdown()
     except (OSError, AttributeError):  # no such library, or one too old for these functions
         return None
-
-
-def _of(library: ctypes.CDLL, uuid: str, pid: int) -> int | None:
-    handle = ctypes.c_void_p()
-    if library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) != 0:
-        return None
-    found, count = (_Process * _MAX_PROCESSES)(), ctypes.c_uint(_MAX_PROCESSES)
-    if library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found) != 0:
-        return None
-    mine = [process.nbytes for process in found[: count.value] if process.pid == pid]
+    mine = [process.nbytes for process in found[: count.value] if process.pid == os.getpid()]
     return sum(mine) if mine and _UNKNOWN not in mine else None

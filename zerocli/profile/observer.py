@@ -45,39 +45,34 @@ class Observer:
         return make()
 
     def report(self, config: Config, options: RunOptions, engine: Engine, lines: list[Line]) -> None:
-        """Write RUN/profile.json on rank 0, from what every rank has recorded. Collective."""
+        """Write RUN/profile.json on rank 0, from what every rank has recorded. Collective.
+
+        It logs instead of raising, unless the profile is the purpose of the run.
+        """
         try:
             mine = self.local(engine)
         except Exception as error:  # the other ranks are about to enter the gather
             mine = {"failed": f"{type(error).__name__}: {error}"}
         everyone = gather_json(mine, engine.gather_control, engine.device)
-        if engine.collectives.rank == 0 and engine.tensor_parallel.rank == 0:
-            self.close(config, options, engine, lines, everyone)
-
-    def close(
-        self, config: Config, options: RunOptions, engine: Engine, lines: list[Line], everyone: list[Any]
-    ) -> None:
-        """Write what was recorded; log instead of raising, unless the profile is the purpose of the run."""
+        if engine.collectives.rank or engine.tensor_parallel.rank:
+            return
         try:
-            self.written = self.document(config, engine, lines, everyone) | {"made": made(options)}
+            for rank, each in enumerate(everyone):
+                if "failed" in each:
+                    raise RuntimeError(f"rank {rank} could not record its memory: {each['failed']}")
+            document = assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
+            self.written = document | {"made": made(options)}
             self.publish(config, options, self.written)
         except Exception as error:
             if self.reports:
                 raise
             say(f"note: {FILE} was not written: {type(error).__name__}: {error}")
 
-    def document(self, config: Config, engine: Engine, lines: list[Line], everyone: list[Any]) -> dict[str, Any]:
-        for rank, record in enumerate(everyone):
-            if "failed" in record:
-                raise RuntimeError(f"rank {rank} could not record its memory: {record['failed']}")
-        return assemble(config, everyone, [line.as_dict() for line in lines], self.facts(config, engine))
-
     def local(self, engine: Engine) -> dict[str, Any]:
         """Return this rank's memory: what the engine holds, and the device's peak."""
         held = {name: nbytes for name, nbytes in engine.memory().items() if name in CATEGORIES}
         measured = max(device_peak(engine)["hbm"], sum(held.values()))
-        hbm = {"rows": held, "measured": measured, "moment": "", "holders": [], "allocated": measured}
-        return {"hbm": hbm, **offloaded(engine, None), "system": system(engine), "node": socket.gethostname()}
+        return record(engine, {"rows": held, "measured": measured, "moment": "", "holders": []}, None)
 
     def facts(self, config: Config, engine: Engine) -> dict[str, Any]:
         """Return what else goes into the document."""
@@ -88,6 +83,11 @@ class Observer:
 
     def publish(self, config: Config, options: RunOptions, document: dict[str, Any]) -> None:
         write_text(Path(options.run_dir) / FILE, json.dumps(document), sync=False)
+
+
+def record(engine: Engine, hbm: dict[str, Any], process: int | None) -> dict[str, Any]:
+    """Return this rank's memory on all tiers, that of its device being `hbm`; `process` as in `offloaded`."""
+    return {"hbm": hbm, **offloaded(engine, process), "system": system(engine), "node": socket.gethostname()}
 
 
 def offloaded(engine: Engine, process: int | None) -> dict[str, dict[str, Any]]:
@@ -144,8 +144,7 @@ def capacity(engine: Engine) -> dict[str, int | None]:
 
     Without a GPU the device's memory is the rank's share of host memory.
     """
-    host = machine.memory()
-    there = min(host.total, host.limit or host.total)
+    there = machine.memory().allowed
     if engine.device.type == "cuda":
         hbm = torch.cuda.get_device_properties(engine.device).total_memory
     else:

@@ -29,11 +29,12 @@ def write(path: str, runs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
 
 
 def render(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return the page's text."""
     title = html.escape(" and ".join(name for name, _ in runs))
-    body = "\n".join(
-        [f"<h1>{title}</h1>", *_compared(runs), *(text for i in range(len(runs)) for text in _run(runs, i))]
-    )
+    parts = [f"<h1>{title}</h1>"]
+    if len(runs) == 2:
+        (first, one), (second, other) = runs
+        parts.append(f"<h2>compared</h2>{sheets.compare(one, other, (first, second))}")
+    body = "\n".join([*parts, *(text for i in range(len(runs)) for text in _run(runs, i))])
     shown = {"categories": colours.CATEGORIES, "phases": colours.PHASES, "lanes": colours.LANES, "other": colours.OTHER}
     kept = ("timeline", "capacity")  # what the script draws
     data = [{"name": name} | {key: document[key] for key in kept if key in document} for name, document in runs]
@@ -50,12 +51,6 @@ def render(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         before, _, rest = rest.partition(place)
         made += [before, text]
     return "".join([*made, rest])
-
-
-def _compared(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    if len(runs) == 2:
-        (first, one), (second, other) = runs
-        yield f"<h2>compared</h2>{sheets.compare(one, other, (first, second))}"
 
 
 def _run(runs: Sequence[tuple[str, Mapping[str, Any]]], index: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ negligible cost. Neither changes any result: operations are the same, in the sam
 
 from __future__ import annotations
 
-import socket
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from zerocli.profile.follow import RUNTIME, Follower
 from zerocli.profile.ledger import UNATTRIBUTED, Ledger, describe
 from zerocli.profile.lines import Line
 from zerocli.profile.nvml import process_nbytes
-from zerocli.profile.observer import Observer, facts, offloaded, system
+from zerocli.profile.observer import Observer, facts, record
 from zerocli.profile.peak_rates import best_links
 from zerocli.profile.recorder import EventRecorder
 from zerocli.profile.timeline import make_timeline
@@ -44,9 +44,7 @@ class Profiler(Observer):
     reports = True
 
     def __init__(
-        self,
-        told: Callable[[Config, RunOptions, dict[str, Any]], None] = lambda *_: None,
-        follow: bool = True,
+        self, told: Callable[[Config, RunOptions, dict[str, Any]], None] = lambda *_: None, follow: bool = True
     ) -> None:
         self._told, self._follow = told, follow
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,7 +87,7 @@ class Profiler(Observer):
         self._recorder = EventRecorder(engine, self._clock, self._entered, self._inputs, self._stepped)
         for name, parameter in engine.model.named_parameters():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(self._gradient(name)))
+                self._hooks.append(parameter.register_hook(functools.partial(self._name_gradient, name)))
         self._name_places()
         self._boundary("initialisation")
         self.ledger.moment = clocks.BETWEEN
@@ -138,15 +136,11 @@ class Profiler(Observer):
                 if isinstance(value, torch.Tensor):
                     self._follower.name(value, "activations", "batch")
 
-    def _gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        """Return a hook that names a parameter's gradient before it is copied to the bucket: temporary, so a buffer."""
-
-        def hook(gradient: torch.Tensor) -> None:
-            found = self._follower.find(gradient) if self._follows(self._done + 1) else None
-            if found is not None and found.category == "activations":
-                found.category, found.name = "buffers", f"{name} gradient"
-
-        return hook
+    def _name_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Name a parameter's gradient before it is copied to the bucket: temporary, so a buffer."""
+        found = self._follower.find(gradient) if self._follows(self._done + 1) else None
+        if found is not None and found.category == "activations":
+            found.category, found.name = "buffers", f"{name} gradient"
 
     def _stepped(self) -> None:
         if self._process_nbytes is None:
@@ -196,19 +190,12 @@ class Profiler(Observer):
         hbm: dict[str, Any] = {
             "rows": held,
             "measured": peak.nbytes,
-            "allocated": peak.nbytes,
             "moment": peak.moment if self._follow else "",
             "holders": peak.holders,
         }
         if self._device.type == "cuda":
             hbm |= self._device_total(held)
-        return {
-            "hbm": hbm,
-            **offloaded(engine, self._process_nbytes),
-            "system": system(engine),
-            "node": socket.gethostname(),
-            "time": self._time(),
-        }
+        return record(engine, hbm, self._process_nbytes) | {"time": self._time()}
 
     def _time(self) -> dict[str, float]:
         """Return this rank's mean seconds per timed step: in all, computing and waiting."""
@@ -229,7 +216,7 @@ class Profiler(Observer):
         slack = max(0, allocated - _counter(self._device, "peak"))
         _, workspace = _requested(self._device)
         rows = held | {"runtime": outside + reserved - allocated + slack + workspace}
-        return {"rows": rows, "measured": reserved + outside, "allocated": allocated}
+        return {"rows": rows, "measured": reserved + outside}
 
     def _taken(self) -> int:
         """Return the device memory of this process; if unknown to the driver, an equal share of all memory in use."""
@@ -258,7 +245,8 @@ class Profiler(Observer):
                 waits[cause] += seconds / len(steps)
             overlaps.append(clocks.overlap(segments, spans))
             for segment in segments:
-                phases[_phase(segment)] += segment.seconds / len(steps)
+                phase, cause = segment.label
+                phases[describe(phase, cause) if phase == clocks.WAIT else phase] += segment.seconds / len(steps)
         shares = [share for share in overlaps if share is not None]
         typical = sorted(steps, key=lambda step: step[1][-1].end - step[1][0].begin)[len(steps) // 2]
         found = facts(engine) | {
@@ -319,10 +307,6 @@ def _counter(device: torch.device, which: str) -> int:
     """Return the bytes requested from the allocator: now (`current`) or at most (`peak`)."""
     nbytes: int = torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"]
     return nbytes
-
-
-def _phase(segment: Segment) -> str:
-    return segment.label[0] if segment.label[0] != clocks.WAIT else describe("wait", segment.label[1])
 
 
 def links(steps: list[list[Span]], config: Config) -> list[dict[str, Any]]:

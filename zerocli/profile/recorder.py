@@ -136,12 +136,17 @@ class EventRecorder(Events):
             self._entered(label)
 
     @contextlib.contextmanager
-    def loss(self) -> Iterator[None]:
-        self.in_loss = True
+    def _having(self, name: str, value: Any) -> Iterator[None]:
+        """Give an attribute another value while the body runs."""
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.in_loss = False
+            setattr(self, name, before)
+
+    def loss(self) -> Scope:
+        return self._having("in_loss", True)
 
     def begin(self) -> None:
         self._clock.begin()
@@ -161,25 +166,16 @@ class EventRecorder(Events):
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _about(self, unit: Unit) -> Iterator[None]:
-        """Attribute the work that is issued while the body runs to this unit."""
-        outer, self._subject = self._subject, unit.title
-        try:
-            yield
-        finally:
-            self._subject = outer
-
     def gather(self, unit: Unit) -> Scope:
-        return self._about(unit)
+        return self._having("_subject", unit.title)
 
     def reduce(self, unit: Unit) -> Scope:
-        return self._about(unit)
+        return self._having("_subject", unit.title)
 
     @contextlib.contextmanager
     def update(self, unit: Unit) -> Iterator[None]:
         begin = self._clock.stamp()
-        with self._about(unit):
+        with self._having("_subject", unit.title):
             yield
         self._clock.add(clocks.UPDATE, unit.title, begin, self._clock.stamp())
 
@@ -189,18 +185,10 @@ class EventRecorder(Events):
             yield
             return
         begin, name = self._clock.stamp(), self._subject
-        with self._in_collective():
+        with self._having("in_collective", True):
             yield
         if issued.pending is not None:
             self._end_with(issued.pending, _COLLECTIVES[issued.kind], name, begin, issued.nbytes)
-
-    @contextlib.contextmanager
-    def _in_collective(self) -> Iterator[None]:
-        self.in_collective = True
-        try:
-            yield
-        finally:
-            self.in_collective = False
 
     def _end_with(self, pending: Pending, lane: str, name: str, begin: Any, nbytes: int) -> None:
         """Record a collective's span: on a GPU up to this point of its stream, on a CPU when its future completes."""
@@ -218,7 +206,7 @@ class EventRecorder(Events):
 
     @contextlib.contextmanager
     def _completion(self, pending: Pending) -> Iterator[None]:
-        with self._in_collective():  # gloo's own copy of the input appears when it is split
+        with self._having("in_collective", True):  # gloo's own copy of the input appears when it is split
             yield
         if (note := self._unended.pop(pending, None)) is not None:
             note()

@@ -43,11 +43,9 @@ class Reporter:
 @contextlib.contextmanager
 def recording(path: str) -> Iterator[None]:
     """Record CUDA allocations while the body runs and write a snapshot, one file per rank; nothing without a path."""
-    if not path:
-        yield
-        return
-    if not torch.cuda.is_available():
-        say("--snapshot: there is no GPU, so no snapshot is written")
+    if not path or not torch.cuda.is_available():
+        if path:
+            say("--snapshot: there is no GPU, so no snapshot is written")
         yield
         return
     torch.cuda.memory._record_memory_history(max_entries=100_000)

@@ -7,18 +7,16 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zerocli.layout.categories import CATEGORIES
 from zerocli.layout.sizes import format_bytes, format_count
 from zerocli.profile import colours, table
 from zerocli.profile.charts import Bar, bars, legend
-from zerocli.profile.ledger import UNATTRIBUTED
+from zerocli.profile.table import NAMES
 
 Run = Mapping[str, Any]
 STRAGGLER = 1.05
 """A rank that computes longer than this many times the median is a straggler: the others wait for it."""
 MOST_RANKS = 16
 """Ranks that are drawn; of more, those that are largest, smallest or slowest."""
-NAMES = (*CATEGORIES, UNATTRIBUTED)
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], kinds: Mapping[int, str] | None = None) -> str:
@@ -95,10 +93,10 @@ def seconds(run: Run) -> str:
     if step.get("predicted"):
         facts.append(f"predicted {time(step['predicted']['seconds'])}")
     parts = _causes(step)
-    made = bars([Bar("step", parts)], colours.CAUSES, time, colours.OTHER, title="seconds of a step")
+    made = bars([Bar("step", parts)], colours.CAUSES, time, title="seconds of a step")
     words = ", ".join(f"{html.escape(name)} {time(value)}" for name, value in parts.items())
     links = "".join(f'<div class="soft">{html.escape(_link(link))}</div>' for link in step["links"])
-    names = legend(list(parts), colours.CAUSES, colours.OTHER)
+    names = legend(list(parts), colours.CAUSES)
     return f'<div class="card"><div>{" · ".join(facts)}</div>{made}{names}<div class="soft">{words}</div>{links}</div>'
 
 
@@ -126,9 +124,9 @@ def memory(run: Run) -> str:
         ]
         capacity = (run.get("capacity") or {}).get(tier)
         shown = [bar for bar in both if bar.total]
-        drawn.append(bars(shown, colours.CATEGORIES, size, colours.OTHER, capacity, f"memory of {tier}"))
+        drawn.append(bars(shown, colours.CATEGORIES, size, capacity, f"memory of {tier}"))
     names = [name for name in NAMES if any(row["category"] == name for row in run["rows"])]
-    card = f'<div class="card">{legend(names, colours.CATEGORIES, colours.OTHER)}{"".join(drawn)}</div>'
+    card = f'<div class="card">{legend(names, colours.CATEGORIES)}{"".join(drawn)}</div>'
     return card + f'<div class="columns">{_memory_table(run)}{"".join(holders(run))}</div>'
 
 
@@ -140,21 +138,13 @@ def _parts(rows: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
 def _memory_table(run: Run) -> str:
     rows: list[list[str]] = []
     kinds: dict[int, str] = {}
-    for tier in table.tiers_of(run):
-        mine = [row for row in run["rows"] if row["tier"] == tier]
-        if not mine:
-            continue
+    for tier, mine in table.memory_rows(run):
         kinds[len(rows)] = "tier"
         rows.append([html.escape(tier), "", "", ""])
-        for row in mine:
-            measured = table.seen(run, row)
-            error = table.error(row["predicted"], measured)
-            rows.append([chip(row["category"]), size(row["predicted"]), size(measured), error])
-        peak = run["peak"][tier]
-        moment = f" ({html.escape(peak['moment'])})" if peak["moment"] else ""
-        off = table.error(peak["predicted"], peak["measured"]) if table.whole(run, tier) else "–"
-        kinds[len(rows)] = "peak"
-        rows.append([f"peak{moment}", size(peak["predicted"]), size(peak["measured"]), off])
+        rows += [[chip(name), size(predicted), size(measured), off or "–"] for name, predicted, measured, off in mine]
+        moment = run["peak"][tier]["moment"]
+        kinds[len(rows) - 1] = "peak"
+        rows[-1][0] = f"peak ({html.escape(moment)})" if moment else "peak"
     return grid(["memory", "predicted", "measured", "error"], rows, kinds)
 
 
@@ -163,16 +153,15 @@ def holders(run: Run) -> Iterator[str]:
     for tier in table.tiers_of(run):
         peak = run["peak"].get(tier, {})
         rows = [
-            [html.escape(each["name"]), chip(each["category"]), size(each["bytes"]), _share(each, peak)]
+            [
+                *(html.escape(each["name"]), chip(each["category"]), size(each["bytes"])),
+                f"{each['bytes'] / peak['measured']:.1%}" if peak["measured"] > 0 else "–",
+            ]
             for each in peak.get("holders", ())
         ]
         if rows:
             where = "" if tier == "hbm" else ", per node"
             yield grid([f"largest holders of {tier}{where}", "category", "bytes", "share"], rows)
-
-
-def _share(holder: Mapping[str, Any], peak: Mapping[str, Any]) -> str:
-    return f"{holder['bytes'] / peak['measured']:.1%}" if peak["measured"] > 0 else "–"
 
 
 # -- ranks and units ---------------------------------------------------------------------------------------------------
@@ -201,7 +190,7 @@ def ranks(run: Run) -> str:
         for each in chosen
         if each["compute"]
     ]
-    drawn = bars(timed, colours.CAUSES, time, colours.OTHER, title="seconds of each rank") if timed else ""
+    drawn = bars(timed, colours.CAUSES, time, title="seconds of each rank") if timed else ""
     words = [
         f"rank {rank} computes {more:.0%} longer than the median, and the others wait for it" for rank, more in slow
     ]
@@ -217,7 +206,7 @@ def ranks(run: Run) -> str:
         for each in everyone
     ]
     head = ["rank", "node", "hbm", "dram", "nvme", "OS view, peak", "compute", "wait", ""]
-    names = legend(["compute", "wait"], colours.CAUSES, colours.OTHER) if timed else ""
+    names = legend(["compute", "wait"], colours.CAUSES) if timed else ""
     inner = grid(head, rows)
     if len(rows) > MOST_RANKS:
         inner = f"<details><summary>all {len(rows)} ranks</summary>{inner}</details>"
@@ -274,36 +263,30 @@ def compare(one: Run, other: Run, names: tuple[str, str]) -> str:
         if any(bar.total for bar in both):
             sizes = [(run.get("capacity") or {}).get(tier) for run in (one, other)]
             capacity = min((each for each in sizes if each), default=None)
-            drawn.append(bars(both, colours.CATEGORIES, size, colours.OTHER, capacity, f"memory of {tier}"))
+            drawn.append(bars(both, colours.CATEGORIES, size, capacity, f"memory of {tier}"))
     steps = [
         Bar(f"step: {name}", _causes(run["step"]), time(run["step"]["seconds"]))
         for name, run in zip(names, (one, other), strict=True)
         if run["step"]["seconds"] is not None
     ]
-    timed = bars(steps, colours.CAUSES, time, colours.OTHER, title="seconds of a step") if steps else ""
+    timed = bars(steps, colours.CAUSES, time, title="seconds of a step") if steps else ""
     used = [name for name in NAMES if any(row["category"] == name for run in (one, other) for row in run["rows"])]
     causes = list(dict.fromkeys(name for step in steps for name in step.parts))
     return (
-        f'<div class="card">{legend(used, colours.CATEGORIES, colours.OTHER)}{"".join(drawn)}'
-        f"{legend(causes, colours.CAUSES, colours.OTHER)}{timed}</div>{_compare_table(one, other, names)}"
+        f'<div class="card">{legend(used, colours.CATEGORIES)}{"".join(drawn)}'
+        f"{legend(causes, colours.CAUSES)}{timed}</div>{_compare_table(one, other, names)}"
     )
 
 
 def _compare_table(one: Run, other: Run, names: tuple[str, str]) -> str:
     rows: list[list[str]] = []
     kinds: dict[int, str] = {}
-    found = [{(row["tier"], row["category"]): table.seen(run, row) for row in run["rows"]} for run in (one, other)]
-    absent = [0 if any(category != UNATTRIBUTED for _, category in each) else None for each in found]
-    for tier in table.tiers_of(one, other):
-        keys = [(tier, name) for name in NAMES if (tier, name) in found[0] or (tier, name) in found[1]]
-        if not keys:
+    for tier, mine, peaks in table.changed_rows(one, other):
+        if not mine:
             continue
         kinds[len(rows)] = "tier"
         rows.append([html.escape(tier), "", "", ""])
-        for key in keys:
-            before, after = (each.get(key, no) for each, no in zip(found, absent, strict=True))
-            rows.append([chip(key[1]), size(before), size(after), change(before, after)])
-        peaks = [run["peak"].get(tier, {"measured": 0})["measured"] for run in (one, other)]
+        rows += [[chip(name), size(before), size(after), change(before, after)] for name, before, after in mine]
         alike = table.whole(one, tier) == table.whole(other, tier)
         kinds[len(rows)] = "peak"
         rows.append(["peak", *map(size, peaks), change(*peaks) if alike else "–"])

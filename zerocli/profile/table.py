@@ -15,7 +15,8 @@ MEASURED_BY = dict.fromkeys(("host to device", "device to host"), ": zerocli env
 """The command that measures a link's peak rate; nothing measures links between ranks."""
 WIDTH = 28
 """Characters of a run's name in a column head; the name of a default run folder fits."""
-NAMES = {"hbm": "hbm (device, per rank)", "dram": "dram (host, per node)", "nvme": "nvme (disk, per node)"}
+NAMES = (*CATEGORIES, UNATTRIBUTED)
+TIER_NAMES = {"hbm": "hbm (device, per rank)", "dram": "dram (host, per node)", "nvme": "nvme (disk, per node)"}
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -25,7 +26,7 @@ def render(document: Mapping[str, Any]) -> str:
             title(document),
             *([f"finding: {document['finding']}"] if document.get("finding") else []),
             "",
-            *_memory(document),
+            *memory(document),
             "",
             *_peaks(document),
             "",
@@ -54,20 +55,32 @@ def tiers_of(*documents: Mapping[str, Any]) -> list[str]:
 
 
 def _heading(tier: str) -> str:
-    return NAMES.get(tier, f"{tier} (per node)")
+    return TIER_NAMES.get(tier, f"{tier} (per node)")
 
 
-def _memory(document: Mapping[str, Any]) -> Iterator[str]:
+def memory(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report's part about memory."""
     yield f"{'memory':<24}{'predicted':>12}{'measured':>12}{'error':>9}"
-    for tier in tiers_of(document):
-        rows = [row for row in document["rows"] if row["tier"] == tier]
-        if not rows:
-            continue
+    for tier, rows in memory_rows(document):
         yield _heading(tier)
-        for row in rows:
-            yield _row(f"  {row['category'].replace('_', ' ')}", row["predicted"], seen(document, row))
-        peak = document["peak"][tier]
-        yield _row("  peak", peak["predicted"], peak["measured"], whole(document, tier))
+        for name, predicted, measured, off in rows:
+            shown = [format_bytes(n) if n is not None else "-" for n in (predicted, measured)]
+            yield f"{'  ' + name.replace('_', ' '):<24}{shown[0]:>12}{shown[1]:>12}{off or '-':>9}"
+
+
+def memory_rows(document: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Any, Any, str]]]]:
+    """Yield each tier that has rows: (name, bytes predicted, measured, error) of its categories, and of the peak.
+
+    The error is empty for a peak that is not measured as a whole.
+    """
+    for tier in tiers_of(document):
+        rows = [
+            (row["category"], row["predicted"], seen(document, row)) for row in document["rows"] if row["tier"] == tier
+        ]
+        if rows:
+            predicted, measured = (document["peak"][tier][name] for name in ("predicted", "measured"))
+            off = error(predicted, measured) if whole(document, tier) else ""
+            yield tier, [*((*row, error(*row[1:])) for row in rows), ("peak", predicted, measured, off)]
 
 
 UNSEEN = ("activations", "logits")
@@ -83,12 +96,6 @@ def seen(document: Mapping[str, Any], row: Mapping[str, Any]) -> int | None:
 def whole(document: Mapping[str, Any], tier: str) -> bool:
     """Return whether a tier's measured peak is complete: without following, only a GPU's allocator counts it all."""
     return tier != "hbm" or document.get("followed", True) or document["gpu"] is not None
-
-
-def _row(name: str, predicted: int | None, measured: int | None, comparable: bool = True) -> str:
-    shown = [format_bytes(n) if n is not None else "-" for n in (predicted, measured)]
-    off = error(predicted, measured) if comparable else "-"
-    return f"{name:<24}{shown[0]:>12}{shown[1]:>12}{off:>9}"
 
 
 def error(predicted: int | None, measured: int | None) -> str:
@@ -109,20 +116,16 @@ def _peaks(document: Mapping[str, Any]) -> Iterator[str]:
         if not peak["measured"]:
             continue
         moment = f" in {peak['moment']}" if peak["moment"] else ""
-        rest = sum(
-            row["measured"] for row in document["rows"] if (row["category"], row["tier"]) == (UNATTRIBUTED, tier)
-        )
-        share = f"; {rest / peak['measured']:.1%} unattributed" if peak["measured"] else ""
-        yield f"peak of {tier}: {format_bytes(peak['measured'])}{moment}{share}"
+        rows = [row for row in document["rows"] if (row["category"], row["tier"]) == (UNATTRIBUTED, tier)]
+        share = sum(row["measured"] for row in rows) / peak["measured"]
+        yield f"peak of {tier}: {format_bytes(peak['measured'])}{moment}; {share:.1%} unattributed"
         for holder in peak["holders"]:
             yield f"  {format_bytes(holder['bytes']):>11}  {holder['name']}"
-    system = document["system"]
-    if system is None:
-        return
-    yield (
-        f"OS view, largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
-        f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
-    )
+    if (system := document["system"]) is not None:
+        yield (
+            f"OS view, largest rank: {format_bytes(system['rss_peak'])} of host memory at most, "
+            f"{format_bytes(system['pinned'])} pinned, {format_bytes(system['nvme'])} on disk"
+        )
 
 
 def _seconds(step: Mapping[str, Any]) -> Iterator[str]:
@@ -170,24 +173,29 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, 
     """Return two profiles side by side."""
     heads = [name if len(name) <= WIDTH else f"…{name[1 - WIDTH :]}" for name in names]
     lines = [f"{'measured':<28}{heads[0]:>{WIDTH + 2}}{heads[1]:>{WIDTH + 2}}{'change':>10}"]
-    found = [{(row["tier"], row["category"]): seen(each, row) for row in each["rows"]} for each in (one, other)]
-    absent = [0 if any(category != UNATTRIBUTED for _, category in each) else None for each in found]
-    for tier in tiers_of(one, other):
-        keys = [(tier, category) for category in (*CATEGORIES, UNATTRIBUTED)]
-        keys = [key for key in keys if key in found[0] or key in found[1]]
-        peaks = tuple(each["peak"].get(tier, {"measured": 0})["measured"] for each in (one, other))
-        if not any(peaks):
-            continue
-        lines.append(_heading(tier))
-        for key in keys:
-            before, after = (each.get(key, no) for each, no in zip(found, absent, strict=True))
-            lines.append(_change(f"  {key[1].replace('_', ' ')}", before, after))
-        lines.append(_change("  peak", peaks[0], peaks[1], comparable=whole(one, tier) == whole(other, tier)))
+    for tier, rows, peaks in changed_rows(one, other):
+        if any(peaks):
+            lines.append(_heading(tier))
+            lines += [_change(f"  {name.replace('_', ' ')}", before, after) for name, before, after in rows]
+            lines.append(_change("  peak", *peaks, comparable=whole(one, tier) == whole(other, tier)))
     for name, what in (("step seconds", "seconds"), ("  compute", "compute"), ("  wait", "wait")):
         lines.append(_change(name, one["step"][what], other["step"][what], seconds=True))
     for which, document in zip(names, (one, other), strict=True):
         lines += [f"note: {which}: {note}" for note in document["notes"]]
     return "\n".join(lines)
+
+
+def changed_rows(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> Iterator[tuple[str, list[tuple[str, int | None, int | None]], tuple[int, int]]]:
+    """Yield each tier: (category, bytes in one, in the other) of the categories that either has, and their peaks."""
+    found = [{(row["tier"], row["category"]): seen(run, row) for row in run["rows"]} for run in (one, other)]
+    first, second = (0 if any(category != UNATTRIBUTED for _, category in each) else None for each in found)
+    for tier in tiers_of(one, other):
+        keys = [(tier, name) for name in NAMES if (tier, name) in found[0] or (tier, name) in found[1]]
+        peaks = [run["peak"].get(tier, {"measured": 0})["measured"] for run in (one, other)]
+        rows = [(key[1], found[0].get(key, first), found[1].get(key, second)) for key in keys]
+        yield tier, rows, (peaks[0], peaks[1])
 
 
 def _change(
@@ -211,8 +219,3 @@ def predicted(plan: Any) -> dict[str, Any]:
     rows = [{"category": c, "tier": t, "predicted": plan.of(c, t), "measured": None} for c, t in keys]
     peak = {tier: {"predicted": plan.needed(tier), "measured": None} for tier in plan.tiers}
     return {"rows": [row for row in rows if row["predicted"]], "peak": peak, "step": step}
-
-
-def dry(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the predicted part of the report."""
-    yield from _memory(document)

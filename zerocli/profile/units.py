@@ -20,9 +20,7 @@ SECONDS = (*PHASES, "collectives", "transfers", "update")
 
 
 def unit_rows(
-    engine: Engine,
-    steps: Sequence[tuple[Sequence[Segment], Sequence[Span]]],
-    names: Mapping[tuple[str, str], int],
+    engine: Engine, steps: Sequence[tuple[Sequence[Segment], Sequence[Span]]], names: Mapping[tuple[str, str], int]
 ) -> list[dict[str, Any]]:
     """Return the rows of this rank's units, in the model's order.
 

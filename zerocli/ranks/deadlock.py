@@ -13,7 +13,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing import util
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerocli.console import say
+from zerocli.ranks.store import cloned, read_text
 from zerocli.ranks.worker import within
 
 PATIENCE_SECONDS = 4.0
@@ -40,7 +41,7 @@ class Monitor(threading.Thread):
 
     def __init__(self, store: Any, rank: int) -> None:
         super().__init__(name="zerocli-monitor", daemon=True)
-        self.base, self.store, self.rank = store, _cloned(store), rank
+        self.base, self.store, self.rank = store, cloned(store), rank
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
 
@@ -57,7 +58,6 @@ class Monitor(threading.Thread):
             util.Finalize(None, cls._running.end, exitpriority=100)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._closed.set()
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ class Monitor(threading.Thread):
             elif not said and now - since >= PATIENCE_SECONDS - INTERVAL_SECONDS:
                 self._say(words)
                 said = True
-            elif said and (verdict := within(ANSWER_SECONDS, lambda: _read(self.store, _VERDICT))):
+            elif said and (verdict := within(ANSWER_SECONDS, lambda: read_text(self.store, _VERDICT))):
                 # The main thread is in torch's own code, and will raise that the other rank has gone.
                 say(f"error: {verdict}")
                 return
@@ -103,18 +103,16 @@ class Monitor(threading.Thread):
         return innermost, f"is in torch.distributed.{name}() of {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _cloned(store: Any) -> Any:
-    """Return a connection to the store of its own, if there is such a thing: a blocked call must not block others."""
-    with contextlib.suppress(Exception):
-        return store.clone()
-    return store
-
-
 class Waiting:
-    """One wait for the other ranks in a call of an engine, after PATIENCE_SECONDS."""
+    """One wait for the other ranks in a call of an engine, after PATIENCE_SECONDS; at its end what this rank has said
+    is taken back.
+    """
 
     def __init__(self, ranks: Sequence[int], words: str) -> None:
         self._ranks, self._words, self._suspected = ranks, words, False
+
+    def __enter__(self) -> Waiting:
+        return self
 
     def look(self) -> str:
         """Return what each rank does, in words, if no rank can go on, found twice in a row; else nothing."""
@@ -139,13 +137,12 @@ class Waiting:
         outside = False
         for rank in self._ranks:
             if rank != monitor.rank:
-                words = _read(monitor.store, f"{_OUTSIDE}{rank}")
+                words = read_text(monitor.store, f"{_OUTSIDE}{rank}")
                 outside = outside or bool(words)
-                said[rank] = words or _read(monitor.store, f"{_WAITS}{rank}")
+                said[rank] = words or read_text(monitor.store, f"{_WAITS}{rank}")
         return dict(sorted(said.items())) if outside and all(said.values()) else {}
 
-    def end(self) -> None:
-        """Take back what this rank has said."""
+    def __exit__(self, *_: object) -> None:
         monitor = Monitor._running
         if monitor is not None:
             within(ANSWER_SECONDS, lambda: monitor.store.set(f"{_WAITS}{monitor.rank}", ""))
@@ -159,24 +156,10 @@ def ended_ranks() -> str:
     others = [rank for rank in range(min(dist.get_world_size(), MOST_RANKS)) if rank != monitor.rank]
 
     def ask() -> list[str]:
-        said = [(rank, _read(monitor.store, f"{_ENDED}{rank}")) for rank in others]
+        said = [(rank, read_text(monitor.store, f"{_ENDED}{rank}")) for rank in others]
         return [f"rank {rank} {words}" for rank, words in said if words]
 
     found = within(ANSWER_SECONDS, ask)
     if found:
         return ", ".join(found)
     return f"rank {others[0]} is gone" if len(others) == 1 else ""
-
-
-def _read(store: Any, key: str) -> str:
-    return str(store.get(key).decode()) if store.check([key]) else ""
-
-
-@contextlib.contextmanager
-def waiting(ranks: Sequence[int], words: str) -> Iterator[Waiting]:
-    """Watch a wait that has lasted PATIENCE_SECONDS."""
-    one = Waiting(ranks, words)
-    try:
-        yield one
-    finally:
-        one.end()

@@ -43,8 +43,8 @@ def arm() -> None:
 
 def _end() -> None:
     join_threads()
-    if _armed:
-        keep_forever([keep_tensors(), gloo_groups()])
+    if _armed:  # a reference that is never released
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object([keep_tensors(), gloo_groups()]))
 
 
 def join_threads() -> None:
@@ -76,11 +76,6 @@ def gloo_groups() -> list[Any]:
         return []
     groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {})
     return [*GLOO, *(group for group, about in groups.items() if about and "gloo" in str(about[0]))]
-
-
-def keep_forever(value: object) -> None:
-    """Add a reference to `value` that is never released."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 # Registered at import, so that it runs after handlers that a script registers later, which may use collectives too.

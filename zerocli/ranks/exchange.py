@@ -79,10 +79,7 @@ def _check_sizes(sizes: list[int]) -> None:
 
 
 def first_problem(
-    problem: Exception | None,
-    kinds: Sequence[type[Exception]],
-    group: dist.ProcessGroup | None,
-    stage: str = EXCHANGE,
+    problem: Exception | None, kinds: Sequence[type[Exception]], group: dist.ProcessGroup | None, stage: str = EXCHANGE
 ) -> Exception | None:
     """Return the first rank's problem, on every rank; None where no rank has one. Collective.
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
-
-
-class _Complete:
-    done, since = True, None
 
 
 @dataclass(eq=False)
@@ -44,7 +41,7 @@ class Issued:
 
     def end(self) -> None:
         """Mark it as complete."""
-        self.pending = _Complete()
+        self.pending = SimpleNamespace(done=True, since=None)
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.what or 'control values'}" if self.kind else self.what

@@ -1,22 +1,76 @@
-"""The stages of a run's startup, for a watchdog: opening the process group, building, loading.
+"""The stages of a run's startup and of its saves, in which a rank works by itself or waits for others; for a watchdog.
 
-A process starts once, and its startup stages are spread over the code, so there is one global record of them.
+A process starts once, and its startup stages (opening the process group, building, loading) are spread over the code,
+so there is one global record of them. That of a save is written by the saver's threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any
 
+from zerocli.ranks.issued import Issued
 from zerocli.ranks.loss import severed
-from zerocli.ranks.progress import Progress
+
+SHARED_STAGES = 2
+"""Number of stages of a save in which ranks wait for each other: planning and commit."""
 
 
-class Listener(Protocol):
-    """What stages are reported to: see `Events.start`."""
+class Progress:
+    """The stages of a save, some of which wait for other ranks; a watchdog treats it like one more axis of ranks."""
 
-    def start(self, stage: str) -> None: ...
+    def __init__(self) -> None:
+        self.issued = 0
+        """Number of shared stages that this rank has begun."""
+        self.open: deque[Issued] = deque(maxlen=1)
+        """The shared stage in which this rank is waiting for the others."""
+        self.moved = time.monotonic()
+        """When something was last read, written or begun."""
+        self.alone = ""
+        """The stage that this rank runs by itself; without progress it is stuck."""
+        self._title, self._num_saves = "", 0
+
+    def begin(self, step: int) -> None:
+        """Begin a save; `issued` becomes equal on all ranks again, even if some did not finish the last save."""
+        self._title = f"checkpoint of step {step}"
+        self.issued = self._num_saves * SHARED_STAGES
+        self._num_saves += 1
+        self.move()
+
+    def _name(self, stage: str) -> str:
+        return f"{self._title}, {stage}" if self._title else stage
+
+    def move(self) -> None:
+        """Record progress."""
+        self.moved = time.monotonic()
+
+    @contextlib.contextmanager
+    def by_itself(self, stage: str) -> Iterator[None]:
+        """Run a stage that waits for no other rank, at most for the disk."""
+        self.move()
+        outer, self.alone = self.alone, self._name(stage)
+        try:
+            yield
+        finally:
+            self.move()
+            self.alone = outer
+
+    def together(self, stage: str) -> None:
+        """Begin to wait for the other ranks to reach a stage."""
+        self.arrived()
+        self.issued += 1
+        self.open.append(Issued(self.issued, "", self._name(stage)))
+        self.move()
+
+    def arrived(self) -> None:
+        """End the wait for the others."""
+        for entry in self.open:
+            entry.end()
+        self.open.clear()
+        self.move()
 
 
 class Startup(Progress):
@@ -24,19 +78,15 @@ class Startup(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self._listeners: tuple[Listener, ...] = ()
-        """Each stage is reported to them, from within it."""
-
-    def _name(self, stage: str) -> str:
-        return stage
+        self._listeners: tuple[Any, ...] = ()
+        """Each stage is reported to their `start`, as that of `Events`, from within it."""
 
     def report(self, stage: str) -> None:
-        """Report a stage to the listeners."""
         for listener in self._listeners:
             listener.start(stage)
 
     @contextlib.contextmanager
-    def reporting_to(self, listeners: Iterable[Listener]) -> Iterator[None]:
+    def reporting_to(self, listeners: Iterable[Any]) -> Iterator[None]:
         """Report stages to these too, while the body runs."""
         before, self._listeners = self._listeners, (*self._listeners, *listeners)
         try:

@@ -81,6 +81,20 @@ def read_all(store: Any, keys: list[str]) -> list[bytes]:
     return found
 
 
+def read_text(store: Any, key: str) -> str:
+    """Return the text of a key; an empty one if it is not there."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def cloned(store: Any) -> Any:
+    """Return a new connection to a store, or the store itself if it cannot be cloned: a blocked call on one must not
+    block the other.
+    """
+    with contextlib.suppress(Exception):
+        return store.clone()
+    return store
+
+
 def _connect(host: str, port: int, world: int, patience: datetime.timedelta) -> dist.TCPStore:
     # torch tries once or twice, each for the full timeout, with long warnings, so we poll ourselves.
     deadline = time.monotonic() + patience.total_seconds()
@@ -104,22 +118,16 @@ def _serve(host: str, port: int, world: int, patience: datetime.timedelta) -> di
             hint="MASTER_ADDR with a name or an address of rank 0's machine: hostname -I lists those of this one",
             exit_code=FAILURE,
         )
-    if listener is None:
+    given: dict[str, Any] = {"master_listen_fd": listener.detach()} if listener is not None else {}
+    if not given:
         why = f"MASTER_ADDR {host} is no address of this machine that others reach"
         say(f"note: the store listens on all interfaces: {why}")
-        try:
-            return dist.TCPStore(host, port, world, is_master=True, timeout=patience, wait_for_workers=False)
-        except RuntimeError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise _taken(f"port {port}") from error
-    return dist.TCPStore(
-        *(host, port, world),
-        is_master=True,
-        timeout=patience,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        return dist.TCPStore(host, port, world, is_master=True, timeout=patience, wait_for_workers=False, **given)
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise _taken(f"port {port}") from error
 
 
 def _resolves(host: str) -> bool:

@@ -49,9 +49,10 @@ def worker_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
             "MASTER_PORT": environ.get("MASTER_PORT") or str(free_port()),
         }
         return {"RANK": environ["RANK"], "WORLD_SIZE": world, **found}
-    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ and _is_step(environ.get("SLURM_STEP_ID", "")):
-        return _slurm_environment(environ)
-    return None
+    # A batch script and an interactive shell have SLURM's variables of a rank too: only srun's steps have such numbers.
+    step = environ.get("SLURM_STEP_ID", "")
+    started = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    return _slurm_environment(environ) if started and {"SLURM_PROCID", "SLURM_NTASKS"} <= environ.keys() else None
 
 
 def _check_numbers(environ: Mapping[str, str]) -> None:
@@ -67,13 +68,6 @@ def _check_numbers(environ: Mapping[str, str]) -> None:
             f"RANK={environ['RANK']}, but WORLD_SIZE={environ['WORLD_SIZE']}: ranks count from 0",
             hint="torchrun, or unset RANK to run alone",
         )
-
-
-def _is_step(number: str) -> bool:
-    """Return whether a number is of a step that srun started: a batch script and an interactive shell have SLURM's
-    variables of a rank too, and are none.
-    """
-    return number.isdecimal() and int(number) < FIRST_SPECIAL_STEP
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -119,18 +113,18 @@ def die_with_parent(environ: Mapping[str, str] = os.environ) -> None:
     parent = int(environ.get("ZEROCLI_PARENT", "0"))
     if not parent:
         return
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(FAILURE)
+
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_exit_without, args=(parent,), daemon=True).start()
+        threading.Thread(target=follow, daemon=True).start()
     if os.getppid() != parent:  # it went before we asked
         os._exit(FAILURE)
-
-
-def _exit_without(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(FAILURE)
 
 
 def record_failure(text: str, code: int) -> bool:
@@ -155,14 +149,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def listen_on_loopback() -> socket.socket:
-    """Return a socket that listens on a port of this machine's own, which no other machine reaches."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(socket.SOMAXCONN)
-    return listener
 
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from zerocli.plan.search.candidates import weigh
 from zerocli.plan.search.recompute import MARGIN, needed_by
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
+from zerocli.profile.clock import length, union
 from zerocli.ranks.exchange import gather_json
 from zerocli.regular_files import write_text
 from zerocli.run.automatic import FILE, Chosen
@@ -96,16 +97,7 @@ class LinkTimes(Events):
             while self._copies and self._copies[0][1].done:
                 before, after = self._copies.popleft()
                 spans["pcie"].append((before.since(first), after.since(first)))
-        return [covered(spans[name]) for name in LINKS]
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of some spans."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+        return [length(union(spans[name])) for name in LINKS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +113,10 @@ class Change:
     """Expected, of a step."""
     cost: float
     """Estimated seconds of the change."""
+
+    @classmethod
+    def to(cls, setup: Setup, *about: Any) -> Change:
+        return cls(str(setup.offload), setup.recomputed.policy, *about)
 
 
 class PlacementAdapter:
@@ -142,7 +138,8 @@ class PlacementAdapter:
         self._left: dict[str, float] = {}
         """What steps took at placements that the run has left, by what `adapt.like` returns."""
         self._count = 0
-        self._disturbed = self._saving = False
+        self.disturbed = self._saving = False
+        """Whether something else ran between steps: the step does not count."""
         self._failed = False
         self.before: dict[int, str] = {}
         """What the run changed to before a step, and why, until its line is written."""
@@ -160,16 +157,12 @@ class PlacementAdapter:
             self._rooms = list(self._rooms_here().values())
         self._count += 1
         saving, self._saving = self._saving, self.is_saving()  # a save that lasts: it reads the tiers too
-        counts, self._disturbed = not (self._disturbed or (saving and self._saving)), False
+        counts, self.disturbed = not (self.disturbed or (saving and self._saving)), False
         if not lines or not counts:
             return [0.0] * (2 + len(LINKS) + len(self._rooms))
         seconds = lines[-1].seconds - lines[-1].wait["data"]
         waits = sum(each for cause, each in lines[-1].wait.items() if cause != "data")
         return [seconds, max(0.0, seconds - waits), *busy, *map(float, self._rooms)]
-
-    def disturb(self) -> None:
-        """Do not count the step in which something else ran between steps."""
-        self._disturbed = True
 
     def _rooms_here(self) -> dict[str, int]:
         """Return the bytes of each watched tier that are free or the run's own."""
@@ -204,33 +197,28 @@ class PlacementAdapter:
 
     def plan_again(self, step: int, steps: int, reason: str) -> Change | None:
         """Return what to change to after a step, with `steps` left; None to stay. Collective."""
-        told = self._as_first(lambda: self._plan(steps))
+        told = self._as_first(lambda: self._plan(steps, reason))
         if "failed" in told:
             self._failed = True
             self._run.tell(f"note: the run goes on as it is, as it could not be planned again: {told['failed']}")
             return None
-        planned = Measured(**told["planned"])
         self._hardware = Hardware(**told["hardware"])
-        if told["offload"] is None:
+        if "change" not in told:
             self._windows.keep(step)
             return None
         self._left[adapt.like(self._setup)] = self._windows.window.seconds
-        self._windows.change(step, planned)
-        found = Change(told["offload"], told["policy"], reason, told["decision"], planned.seconds, told["cost"])
-        return found
+        self._windows.change(step, Measured(**told["planned"]))
+        return Change(**told["change"])
 
-    def _plan(self, steps: int) -> dict[str, Any]:
+    def _plan(self, steps: int, reason: str) -> dict[str, Any]:
         about = (self._model, self._setup, self._hardware, self._windows.window, steps, self._recompute, self._left)
         found = adapt.plan_again(*about)
-        option = found.decision.option
-        return {
-            "offload": str(found.setup.offload) if option is not None else None,
-            "policy": found.setup.recomputed.policy,
-            "decision": found.decision.reason,
-            "cost": option.cost if option is not None else 0.0,
-            "planned": dataclasses.asdict(found.planned),
-            "hardware": dataclasses.asdict(found.hardware),
-        }
+        planned, decision = found.planned, found.decision
+        told = {"planned": dataclasses.asdict(planned), "hardware": dataclasses.asdict(found.hardware)}
+        if decision.option is None:
+            return told
+        change = Change.to(found.setup, reason, decision.reason, planned.seconds, decision.option.cost)
+        return told | {"change": dataclasses.asdict(change)}
 
     def _as_first(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `act` returns on rank 0, on all ranks; {"failed": why} if it fails. Collective."""
@@ -312,8 +300,7 @@ class PlacementAdapter:
         gc.collect()
         if self._engine.device.type == "cuda":
             torch.cuda.empty_cache()
-        rooms = gather_json(self._rooms_here()[HBM], self._engine.gather_control, self._engine.device)
-        room = min(rooms)
+        room = min(gather_json(self._rooms_here()[HBM], self._engine.gather_control, self._engine.device))
 
         def smaller() -> dict[str, Any]:
             found = adapt.plan_smaller(self._model, self._setup, self._hardware, room, self._recompute)
@@ -323,20 +310,18 @@ class PlacementAdapter:
             cost = adapt.moving_seconds(
                 weigh(self._model, self._setup, self._hardware).plan, found.plan, self._hardware
             )
-            setup = found.setup
-            told = {"offload": str(setup.offload), "policy": setup.recomputed.policy, "limit": limit, "cost": cost}
-            return told | {"seconds": found.cost}
+            reason = f"memory did not suffice ({fact})"
+            change = Change.to(found.setup, reason, "the step is run again", found.cost, cost)
+            return {"change": dataclasses.asdict(change), "limit": limit}
 
         told = self._as_first(smaller)
-        if "offload" not in told:
+        if "change" not in told:
             raise UserError(
                 f"out of memory in step {step}: {fact}; no placement of stage {self._setup.stage} needs less",
                 hint="a smaller --batch, a higher --stage, or more ranks",
                 exit_code=DOES_NOT_FIT,
             )
         self._most = told["limit"]
-        reason = f"memory did not suffice ({fact})"
-        change = Change(told["offload"], told["policy"], reason, "the step is run again", told["seconds"], told["cost"])
-        self.change(step - 1, change)
+        self.change(step - 1, Change(**told["change"]))
         candidate = weigh(self._model, self._setup, self._hardware)
         self._windows.change(step, adapt.planned_steps(candidate, self._model, self._hardware))

@@ -69,26 +69,12 @@ def with_open_batch(config: Config, options: RunOptions, ranks: int) -> Config:
     return with_dividing_batch(config, ranks, config.parallel.tp) if "train.batch" in options.auto else config
 
 
-def choose_or_nearest(config: Config, options: RunOptions) -> tuple[Chosen, UserError | None]:
-    """Return the choice of `choose_here`; for a document, also where nothing fits: then the nearest, and the error that
-    is raised once it is printed.
-    """
-    try:
-        return choose_here(config, options), None
-    except automatic.NothingFits as error:
-        if not options.json:
-            raise
-        return Chosen(automatic.with_choice(config, error.nearest)), error
-
-
 def choose_together(
     config: Config, options: RunOptions, setup: Setup, room: int, gather: Any, model: Model | None = None
 ) -> Chosen:
     """Return the same choice on all ranks, for the least that any machine has. `gather(value)` returns every rank's
     value. Collective.
     """
-    if not options.auto and not adapts(config, options):
-        return Chosen(config)
     paths = config.offload.nvme_path if "offload.placement" in options.auto else ()
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     # One rank of each node measures; the others wait, and find what it measured in the node's cache.

@@ -26,13 +26,7 @@ class BetweenSteps:
     """Evaluates and samples when due; all calls are collective."""
 
     def __init__(
-        self,
-        config: Config,
-        options: RunOptions,
-        engine: Engine,
-        held_out: HeldOut | None,
-        rank: int,
-        first: int,
+        self, config: Config, options: RunOptions, engine: Engine, held_out: HeldOut | None, rank: int, first: int
     ) -> None:
         self._config, self._engine, self._held_out = config, engine, held_out
         self._run_dir, self._tells = Path(options.run_dir), rank == 0

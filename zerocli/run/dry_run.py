@@ -15,8 +15,9 @@ from zerocli.console import say, show, show_if_unfit, show_json
 from zerocli.data.sources import check_data
 from zerocli.errors import DOES_NOT_FIT, OK, user_error
 from zerocli.plan.report.preflight import preflight, refuse_disks, smallest_change
+from zerocli.plan.search import automatic
 from zerocli.profile import table
-from zerocli.run.automatic import choose_or_nearest, with_open_batch
+from zerocli.run.automatic import Chosen, choose_here, with_open_batch
 from zerocli.run.engines import count_parameters, make_model, resolve
 from zerocli.run.output import report
 
@@ -33,8 +34,15 @@ def dry_run(config: Config, options: RunOptions, profiled: bool = False) -> int:
     for line in check_data(config):
         say(line)
     document: dict[str, Any] = {"schema": 1, "config": to_dict(config), "tiers": {}, **table.predicted(None)}
+    refused = None
     with show_if_unfit(options.json, document):
-        chosen, refused = choose_or_nearest(config, options)
+        try:
+            chosen = choose_here(config, options)
+        except automatic.NothingFits as error:
+            if not options.json:
+                raise
+            # The document has the nearest; the error is raised once it is printed.
+            chosen, refused = Chosen(automatic.with_choice(config, error.nearest)), error
     config = chosen.config
     for line in (*notes_of(options.source), *chosen.lines):
         say(line)
@@ -66,7 +74,7 @@ def dry_run(config: Config, options: RunOptions, profiled: bool = False) -> int:
     if options.json:
         show_json(document)
     else:
-        lines = [*table.dry(document)] if profiled else [report.dry(config, numel, held)]
+        lines = [*table.memory(document)] if profiled else [report.dry(config, numel, held)]
         if planned is not None and not profiled:
             lines += ["", "the whole plan of a rank's device, and of its node:", *planned.lines()]
         show("\n".join([*lines, "", *verdict.lines()]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,25 +50,15 @@ def make_model(config: Config, device: str = "meta") -> nn.Module:
     return adapted(model, config)
 
 
-def schedule_of(config: Config) -> Callable[[int], float]:
-    """Return step -> learning rate."""
-    optimizer = config.optimizer
-    return make_schedule(
-        *(optimizer.schedule, optimizer.lr, config.train.steps, optimizer.warmup, optimizer.min_lr, optimizer.decay),
-        optimizer.warmup_shape,
-    )
-
-
 def make_engine(config: Config, model: nn.Module | None = None, **changes: Any) -> Engine:
     """Return the engine of a config, for its model or the one given; `changes` override fields of its settings."""
     model = make_model(config) if model is None else model
-    optimizer = config.optimizer
     units = model.unit_modules() if isinstance(model, Decoder) else None
     base = base_of(config, model) if config.lora.rank else None
     settings = Settings(
         **sharding_of(config).shared(),
-        lr=schedule_of(config),
-        weight_decay=optimizer.weight_decay,
+        lr=make_schedule(config.optimizer, config.train.steps),
+        weight_decay=config.optimizer.weight_decay,
         units=units,
         compile=config.model.compile,
         compile_update=config.optimizer.compile,

@@ -113,7 +113,6 @@ class Evaluations:
 
     @property
     def since_best(self) -> int:
-        """Evaluations since the best one."""
         best = self.best
         return len(self.rows) - 1 - self.rows.index(best) if best else len(self.rows)
 

@@ -30,7 +30,7 @@ from zerocli.layout.sizes import count_of, format_count
 from zerocli.run.complete import PADDED_TO, Sampling, complete
 from zerocli.run.engines import make_engine, make_model
 from zerocli.run.folders.resume import start_adapters
-from zerocli.run.processes.watchdog import Watchdog, end_process
+from zerocli.run.processes.watchdog import Watchdog
 from zerocli.run.trainer import join_ranks
 
 Tell = Callable[[str], None]
@@ -80,12 +80,7 @@ def work(config: Config, weights: Weights, asked: Asked, as_json: bool, run_dir:
     tell = say if int(os.environ.get("RANK", "0")) == 0 else (lambda text: None)
     starts = encode_prompts(config, weights, asked, codec, tell)
     config = with_window(config, weights, max(len(each.ids) + each.max_tokens for each in starts))
-    watchdog = Watchdog(
-        None,
-        config.train.watchdog,
-        lambda text: end_process(text, run_dir, watchdog.reports, watchdog.may_be_slow),
-    )
-    with watchdog:
+    with Watchdog(config.train.watchdog, run_dir) as watchdog:
         join_ranks(config, RunOptions(run_dir), watchdog, shared=False)
         rank = dist.get_rank() if dist.is_initialized() else 0
         model = make_model(config)
@@ -96,7 +91,8 @@ def work(config: Config, weights: Weights, asked: Asked, as_json: bool, run_dir:
         if rank == 0 and as_json:
             show_json({"schema": 1, **({"texts": made} if asked.several else made[0])})
         if rank == 0:
-            _say_speed(made)
+            tokens, seconds = sum(len(each["tokens"]) for each in made), sum(each["seconds"] for each in made)
+            say(f"{count_of(tokens, 'token')} in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)")
         watchdog.close()
         engine.close()
     if dist.is_initialized():
@@ -229,11 +225,6 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Return the text before the first of `stops` in it, and whether one is in it."""
     places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
     return (text[: min(places)], True) if places else (text, False)
-
-
-def _say_speed(made: Sequence[dict[str, Any]]) -> None:
-    tokens, seconds = sum(len(each["tokens"]) for each in made), sum(each["seconds"] for each in made)
-    say(f"{count_of(tokens, 'token')} in {seconds:.1f} s ({tokens / seconds:.1f} tokens/s)")
 
 
 class Stream:

@@ -202,7 +202,6 @@ def _evaluated(config: Config) -> list[Default]:
 
 
 def with_values(config: Config, values: list[Default]) -> Config:
-    """Return the config with these values."""
     return config.with_values({key: tuple(value) if isinstance(value, list) else value for key, value, _ in values})
 
 

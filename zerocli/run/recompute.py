@@ -46,12 +46,12 @@ def choose_blocks(config: Config, traced: Model | str = NOT_TRACED, room: int | 
     setup = run_setup(config)
     room = device_room(config.train.gpu_memory, setup) if room is None else room
     problem = traced if config.model.external and isinstance(traced, str) else ""
-    room, problem = _agree(room, problem)
-    if problem:
-        return WHOLE, f"all blocks recomputed ({problem})"
+    everyone = gather_values([room, problem], "agreeing on the blocks that are recomputed")
+    if problems := [text for _, text in everyone if text]:
+        return WHOLE, f"all blocks recomputed ({problems[0]})"
     try:
         model = run_model(config, setup) if isinstance(traced, str) else traced
-        decided, reason = decide(model, setup, room)
+        decided, reason = decide(model, setup, min(each for each, _ in everyone))
     except UserError as error:  # the engine says it in its own words, or knows better
         return WHOLE, f"all blocks recomputed (there is no plan: {error})"
     assert isinstance(decided.recompute, Recompute)
@@ -84,13 +84,6 @@ def device_room(cap: int, setup: Setup) -> int:
     sharing = -(-setup.local_ranks // torch.cuda.device_count())
     room = (free + torch.cuda.memory_reserved()) // sharing
     return min(room, cap) if cap else room
-
-
-def _agree(room: int, problem: str) -> tuple[int, str]:
-    """Return the smallest room of all ranks and the first rank's problem. Collective."""
-    everyone = gather_values([room, problem], "agreeing on the blocks that are recomputed")
-    problems = [text for _, text in everyone if text]
-    return min(room for room, _ in everyone), (problems or [""])[0]
 
 
 def gather_values(value: Any, stage: str) -> list[Any]:

@@ -5,30 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from zerocli.config.schema import FIELDS, SCHEDULES, Config, get
+from zerocli.config.schema import FIELDS, Config, OptimizerConfig, get
 
 
-def make_schedule(
-    kind: str,
-    lr: float,
-    steps: int,
-    warmup: float = 0,
-    min_lr: float = 0.0,
-    decay: float = 0.2,
-    warmup_shape: str = "linear",
-) -> Callable[[int], float]:
-    """Return step -> learning rate; steps count from 1, `min_lr` is the final rate as a fraction of `lr`.
+def make_schedule(optimizer: OptimizerConfig, steps: int) -> Callable[[int], float]:
+    """Return step -> learning rate of a run of `steps`, which count from 1.
 
-    A `warmup` below 1 is a share of the steps.
     `wsd` (warm-up, stable, decay) stays at `lr` and falls linearly over the last `decay` steps, or that share of them.
     """
-    if kind not in SCHEDULES:
-        raise ValueError(f"schedule {kind!r} is not one of {', '.join(SCHEDULES)}")
-    warmup = steps_of(warmup, steps)
-    falling = min(decay_steps(decay, steps), max(1, steps - warmup))
+    kind, lr, min_lr, decay = optimizer.schedule, optimizer.lr, optimizer.min_lr, optimizer.decay
+    warmup = steps_of(optimizer.warmup, steps)
+    falling = min(max(1, round(decay * steps) if decay <= 1 else int(decay)), max(1, steps - warmup))
 
     def at(step: int) -> float:
-        if step <= warmup and warmup_shape == "log" and warmup > 1:
+        if step <= warmup and optimizer.warmup_shape == "log" and warmup > 1:
             return lr * math.log(step) / math.log(warmup)
         if step <= warmup:
             return lr * step / warmup
@@ -53,8 +43,3 @@ def with_whole_steps(config: Config) -> Config:
     """Return the config with numbers of steps for keys that are given as a share of the run's steps."""
     shares = {key: get(config, key) for key, field in FIELDS.items() if field.metadata.get("share")}
     return config.with_values({key: steps_of(n, config.train.steps) for key, n in shares.items() if 0 < n < 1})
-
-
-def decay_steps(decay: float, steps: int) -> int:
-    """Return the steps of a decay that is given as a share of `steps` (up to 1) or as a number of steps (above 1)."""
-    return max(1, round(decay * steps) if decay <= 1 else int(decay))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,6 +50,18 @@ def micro_step(engine: Engine, batch: Batch, seeds: tuple[int, ...], weight: flo
     return loss.detach()
 
 
+def micro_steps(
+    engine: Any, batches: Batches, config: Config, step: int, replicas: range, num_replicas: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Run the micro-steps that some of all data-parallel ranks have in a step, one after the other; yield each loss."""
+    for micro in range(config.train.accumulate):
+        for replica in replicas:
+            batch = batches.batch(step, micro, replica, num_replicas)
+            weight = batches.weight(step, micro, replica, num_replicas)
+            seeds = (config.train.seed, step, micro, replica)
+            yield micro_step(engine, tuple(part.to(device) for part in batch), seeds, weight)
+
+
 @dataclass
 class Run:
     """One rank's part of a run, opened: its state is that before step `first`."""
@@ -71,7 +83,6 @@ class Run:
 
     @property
     def last(self) -> int:
-        """The last step."""
         steps, check = self.config.train.steps, self.options.check
         return min(steps, check) if check else steps
 
@@ -114,7 +125,7 @@ class Loop:
         self._best = Best(run.options.run_dir) if config.checkpoint.best else None
         if self._best is not None and run.rank == 0:
             self._best.resume(first - 1, [asdict(row) for row in run.between.evaluations.rows])
-        self._saver = make_saver(config, run.options, engine, run.rank, self._best) if saves(config) else None
+        self._saver = self._open_saver() if saves(config) else None
         if self._metrics is not None and config.train.log_to:
             about = (run.options.run_dir, first, self._metrics.last_step, to_dict(config))
             run.between.writers = stack.enter_context(Writers.open(config.train.log_to, *about))
@@ -133,6 +144,20 @@ class Loop:
         if adapter is not None and saver is not None:
             adapter.is_saving = lambda: saver.busy
         self._recorder = Recorder(engine, tokens, lambda: loader.waited_seconds, asks, stragglers, shares)
+
+    def _open_saver(self) -> Saver:
+        """Return what saves the run. Collective."""
+        checkpoint = self._run.config.checkpoint
+        return Saver(
+            self._run.engine,
+            Path(self._run.options.run_dir) / "checkpoints",
+            asynchronous=checkpoint.async_,
+            buffer_nbytes=checkpoint.buffer,
+            keep=checkpoint.keep,
+            keep_every=checkpoint.keep_every,
+            best=self._best,
+            say=self._run.tell,
+        )
 
     def train(self, step: int) -> None:
         """Run the micro-steps of a step, and its update."""
@@ -180,10 +205,16 @@ class Loop:
         return bool(self.stopped)
 
     def finish(self) -> None:
-        """Write what is left, and wait for the last save."""
+        """Write what is left, and wait for the last save; raise UserError if it failed, so that nobody relies on it."""
         self._keep(self._recorder.flush())
-        if self._saver is not None:
-            finish_saving(self._saver, self._run.engine, self._run.options)
+        if (saver := self._saver) is not None:
+            saver.close()
+            self._run.engine.verify()
+            if saver.lost is not None:
+                raise saver.lost
+            if saver.failure is not None:
+                hint = f"room on the disk, then --resume --run-dir {quoted(self._run.options.run_dir)}"
+                raise UserError(saver.failure, hint=hint, exit_code=FAILURE)
         if self._metrics is not None:
             self._metrics.close()
 
@@ -196,7 +227,7 @@ class Loop:
         with self._recorder.leaving_out():
             improved = between.run(step, self._last)
         if self._run.adapter is not None:
-            self._run.adapter.disturb()
+            self._run.adapter.disturbed = True
         if self._best is not None and improved is not None:
             self._best.expect(asdict(improved))
             self._save(step)
@@ -239,32 +270,6 @@ class Loop:
         samples = batches.seen(step, self._run.engine.collectives.world)
         about = {"samples": samples, "windows": batches.num_windows, "kind": batches.kind}
         saver.save(step, {"config": to_dict(self._run.config), **about})
-
-
-def make_saver(config: Config, options: RunOptions, engine: Engine, rank: int, best: Best | None = None) -> Saver:
-    """Return what saves the run. Collective."""
-    checkpoint = config.checkpoint
-    return Saver(
-        engine,
-        Path(options.run_dir) / "checkpoints",
-        asynchronous=checkpoint.async_,
-        buffer_nbytes=checkpoint.buffer,
-        keep=checkpoint.keep,
-        keep_every=checkpoint.keep_every,
-        best=best,
-        say=say if rank == 0 else (lambda text: None),
-    )
-
-
-def finish_saving(saver: Saver, engine: Engine, options: RunOptions) -> None:
-    """Wait for the last save; raise UserError if it failed, so that nobody relies on it."""
-    saver.close()
-    engine.verify()
-    if saver.lost is not None:
-        raise saver.lost
-    if saver.failure is not None:
-        hint = f"room on the disk, then --resume --run-dir {quoted(options.run_dir)}"
-        raise UserError(saver.failure, hint=hint, exit_code=FAILURE)
 
 
 class Diverged(UserError):

@@ -25,19 +25,10 @@ from zerocli.checkpoint.folder import Folder
 from zerocli.config import AUTO, Config, notes_of, to_dict
 from zerocli.config.options import RunOptions
 from zerocli.console import say, show_json
-from zerocli.data.batches import Batches
 from zerocli.data.held_out import describe, open_held_out
-from zerocli.data.sources import (
-    epochs_line,
-    open_batches,
-    refuse_without_positions,
-    with_epochs,
-    with_packing,
-)
+from zerocli.data.sources import epochs_line, open_batches, refuse_without_positions, with_epochs, with_packing
 from zerocli.engine.api import open_process_group
-from zerocli.engine.engine import Engine
-from zerocli.engine.precision import precision
-from zerocli.errors import FAILURE, OK, PREEMPTED, UserError
+from zerocli.errors import FAILURE, OK, PREEMPTED, ShownElsewhere, UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.plan.models.traced import Traced
 from zerocli.profile.observer import Observer
@@ -52,13 +43,13 @@ from zerocli.run.automatic import Chosen, adapts, choose_together, with_open_bat
 from zerocli.run.between_steps import BetweenSteps
 from zerocli.run.engines import cap_device, make_engine, resolve
 from zerocli.run.folders import resume
+from zerocli.run.folders.folder import standing
 from zerocli.run.folders.run_lock import lock_run_folder
 from zerocli.run.output import report
-from zerocli.run.processes import rank_loss
 from zerocli.run.processes.launch import JOB_FILE, open_files, saves
 from zerocli.run.processes.nodes import Nodes
 from zerocli.run.processes.preempt import noting_signals, told
-from zerocli.run.processes.watchdog import START_SECONDS, Watchdog, end_process
+from zerocli.run.processes.watchdog import START_SECONDS, Watchdog
 from zerocli.run.recompute import (
     NOT_TRACED,
     choose_blocks,
@@ -69,7 +60,7 @@ from zerocli.run.recompute import (
     trace_factory,
 )
 from zerocli.run.schedule import with_whole_steps
-from zerocli.run.steps import Diverged, Run, micro_step, run_steps
+from zerocli.run.steps import Diverged, Run, micro_steps, run_steps
 
 
 def work(config: Config, options: RunOptions, observer: Observer | None = None) -> int:
@@ -84,11 +75,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
     config = with_open_batch(config, options, ranks_here()[0])
     traced = trace_factory(config, options.auto or ("offload.placement",) * (config.train.adapt is True))
     opened_before = dist.is_initialized()
-    watchdog = Watchdog(
-        None,
-        config.train.watchdog,
-        lambda text: end_process(text, options.run_dir, watchdog.reports, watchdog.may_be_slow),
-    )
+    watchdog = Watchdog(config.train.watchdog, options.run_dir)
     try:
         with noting_signals(saves(config)), watchdog, STARTUP.reporting_to(options.events):
             hosts = join_ranks(config, options, watchdog, shared=saves(config) or options.resume)
@@ -101,7 +88,7 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
             say(str(stop))
         return PREEMPTED
     except Corrupted as error:
-        fact, hint = rank_loss.standing(options.run_dir)
+        fact, hint = standing(options.run_dir)
         raise UserError(f"{error}; nothing of this step is saved; {fact}", hint=hint, exit_code=FAILURE) from error
     except TierError as error:
         raise UserError(str(error), hint=error.hint or "", exit_code=FAILURE) from error
@@ -109,13 +96,16 @@ def work(config: Config, options: RunOptions, observer: Observer | None = None) 
         gone = severed(error)
         if gone is None:
             raise
-        missing = gone.missing or watchdog.missing
-        raise rank_loss.explain(gone.what, gone.reason, missing, options.run_dir, watchdog.reports) from error
+        fact, hint = standing(options.run_dir)
+        who = gone.missing or watchdog.missing or "which one is not known"
+        kind = UserError if watchdog.reports else ShownElsewhere
+        lost = f"another rank was lost during {gone.what}: {who} ({gone.reason}); {fact}"
+        raise kind(lost, hint=hint, exit_code=FAILURE) from error
     except OSError as error:
         if not error.strerror:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        fact, hint = rank_loss.standing(options.run_dir)
+        fact, hint = standing(options.run_dir)
         raise UserError(f"{where}{error.strerror}; {fact}", hint=hint, exit_code=FAILURE) from error
     finally:
         if dist.is_initialized() and not opened_before and sys.exc_info()[0] is None:
@@ -208,15 +198,21 @@ def open_run(config: Config, options: RunOptions, observer: Observer, watchdog: 
         changes["empty"] = bool(config.train.init_from)  # or a checkpoint's values: either way all are loaded
         engine = observer.build(lambda: make_engine(config, **changes))
     refuse_without_positions(config, batches.positions or (held_out is not None and held_out.positions), engine.model)
-    config = with_choices(config, engine)
+    if config.model.compile == "auto":  # so that a resumed run, even a longer one, keeps the choice
+        config = config.with_values({"model.compile": engine.hooks.blocks.on})
     with STARTUP.by_itself("preparing the run folder"):
         if rank == 0:
-            prepare_folder(options.run_dir)
+            folder = Path(options.run_dir)
+            own_folder(folder / "checkpoints")
+            for each in (folder, folder.absolute().parent):  # so that not even a power failure loses it
+                sync_folder(each)
             told = [*notes_of(options.source), *chosen.lines, report.opening(config, engine, reason)]
             for line in told if held_out is None else [*told, describe(config, held_out)]:
                 say(line)
     with STARTUP.by_itself("loading"):
-        first = begin(config, options, engine, batches, rank)
+        loads = options.resume or config.train.init_from or config.lora.rank
+        tell = say if rank == 0 else (lambda text: None)
+        first = resume.begin(config, options, engine, batches, tell) if loads else 1
         planned = config.train.steps
         config = with_epochs(config, batches, world)  # a resumed run may have had another global batch
     if rank == 0:
@@ -249,14 +245,6 @@ def open_adapter(run: Run, chosen: Chosen, recompute: Recompute) -> PlacementAda
         return None
 
 
-def prepare_folder(run_dir: str) -> None:
-    """Make the run folder, so that not even a power failure loses it."""
-    folder = Path(run_dir)
-    own_folder(folder / "checkpoints")
-    for each in (folder, folder.absolute().parent):
-        sync_folder(each)
-
-
 def write_folder(config: Config, run_dir: str, model: nn.Module) -> None:
     """Write what the run is, so that it can be resumed and exported without its sources."""
     folder = Path(run_dir)
@@ -281,13 +269,6 @@ def choose_run(config: Config, options: RunOptions, traced: Traced | str) -> Cho
     return choose_together(config, options, setup, device_room(config.train.gpu_memory, setup), gathered, model)
 
 
-def with_choices(config: Config, engine: Engine) -> Config:
-    """Return the config with the engine's choice of `compile`, so that a resumed run, even a longer one, keeps it."""
-    if config.model.compile != "auto":
-        return config
-    return config.with_values({"model.compile": engine.hooks.blocks.on})
-
-
 def refuse_check_of_masks(config: Config, options: RunOptions) -> None:
     """Raise if the check cannot hold: with tensor parallelism, heads on different ranks draw different dropout."""
     if options.check and config.parallel.tp > 1 and config.model.dropout > 0:
@@ -306,13 +287,6 @@ def refuse_overwriting(options: RunOptions) -> None:
             f"{options.run_dir} holds the checkpoint of step {saved[0].step}: a new run there would replace it",
             hint="--resume goes on from it; or another --run-dir",
         )
-
-
-def begin(config: Config, options: RunOptions, engine: Engine, batches: Batches, rank: int) -> int:
-    """Load the run's starting state into the engine; return its first step. Collective."""
-    if not options.resume and not config.train.init_from and not config.lora.rank:
-        return 1
-    return resume.begin(config, options, engine, batches, say if rank == 0 else (lambda text: None))
 
 
 # -- ending a run ------------------------------------------------------------------------------------------------------
@@ -349,31 +323,26 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
     alone = dist.new_group([0]) if dist.is_initialized() else None
     result = [0.0, 0.0]
     if run.rank == 0:
-        accumulate = config.train.accumulate
-        changes: dict[str, Any] = {"stage": 0, "accumulate": accumulate * replicas, "tp": 1, "shard_ranks": 0}
-        changes["offload"] = ""
+        passes = config.train.accumulate * replicas
+        changes: dict[str, Any] = {"stage": 0, "accumulate": passes, "tp": 1, "shard_ranks": 0, "offload": ""}
         if config.activations.policy == AUTO:
             changes["recompute"] = True  # an unsharded model needs more memory than the choice was made for
         engine = make_engine(config, group=alone, **changes)
         engine.load_state_dict(start)
         for line in lines:
             total = torch.zeros((), dtype=torch.float64, device=engine.device)
-            for micro in range(accumulate):
-                for each in range(replicas):
-                    batch = batches.batch(line.step, micro, each, replicas)
-                    weight = batches.weight(line.step, micro, each, replicas)
-                    seeds = (config.train.seed, line.step, micro, each)
-                    total += micro_step(engine, tuple(part.to(engine.device) for part in batch), seeds, weight)
+            for loss in micro_steps(engine, batches, config, line.step, range(replicas), replicas, engine.device):
+                total += loss
+
             engine.step()
-            difference = abs(total.item() / (accumulate * replicas) - line.loss)
+            difference = abs(total.item() / passes - line.loss)
             result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
     if dist.is_initialized():
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         shared = torch.tensor(result, dtype=torch.float64, device=device)
         dist.broadcast(shared, 0)
         result = shared.tolist()
-    chosen, _ = precision(config.train.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    tolerance = 1e-4 if chosen.name == "fp32" else 2e-2
+    tolerance = 1e-4 if run.engine.precision.name == "fp32" else 2e-2
     return {
         "steps": len(lines),
         "largest_difference": result[0],

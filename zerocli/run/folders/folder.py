@@ -1,4 +1,7 @@
-"""The run folder: created at the start of a run, and removed again if the run ended before it wrote anything there."""
+"""The run folder: created at the start of a run, and removed again if the run ended before it wrote anything there.
+
+What it holds is said when a run fails. (No torch.)
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,20 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerocli.checkpoint.folder import Folder
+from zerocli.console import quoted
 from zerocli.errors import UserError
+from zerocli.ranks.worker import within
 from zerocli.regular_files import own_folder
 from zerocli.run.folders.run_lock import LOCK
 
 LOGS, CHECKPOINTS = "logs", "checkpoints"
+ANSWER_SECONDS = 2.0
+"""How long to wait for a disk, which may be gone."""
 _OWN = re.compile(r"rank\d+\.(log|error)")
 """The files of a run's logs."""
 
@@ -96,3 +104,16 @@ def create(path: str, fresh: bool = False) -> RunFolder:
             f"cannot write the run folder {run_dir}: {error.strerror}", hint="--run-dir with a folder you may write to"
         ) from error
     return RunFolder(run_dir, tuple(made), before)
+
+
+def standing(run_dir: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return what a run has saved, in words, and the command that resumes it; does not hang on a dead disk."""
+    saved = within(ANSWER_SECONDS, Folder(Path(run_dir, "checkpoints")).committed)
+    # The command that started ranks under torchrun or SLURM is not known here.
+    ours = "RANK" not in environ or "ZEROCLI_PARENT" in environ
+    command = "zerocli train --resume" if ours else "the same launch, with train --resume"
+    if saved is None:
+        return f"what is saved cannot be read: {run_dir} does not answer", f"{command} --run-dir {quoted(run_dir)}"
+    if not saved:
+        return "no checkpoint was written", "the same command again; --set checkpoint.every=N saves every N steps"
+    return f"step {saved[0].step} is saved", f"{command} --run-dir {quoted(run_dir)}"

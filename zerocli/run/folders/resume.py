@@ -19,17 +19,10 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE, UserError
 from zerocli.models.lora import names_there, trained_whole
 
-NO_NUMBERS = {
-    ("train", "accumulate"),
-    ("train", "adapt"),
-    ("train", "batch"),
-    ("train", "log_every"),
-    ("train", "watchdog"),
-    ("data", "cache"),
-    ("model", "folder"),
-} | {
-    ("train", key)
-    for key in ("eval_every", "eval_batches", "patience", "log_to", "sample_every", "sample_prompt", "sample_tokens")
+NO_NUMBERS = {"data.cache", "model.folder"} | {
+    f"train.{key}"
+    for key in ("accumulate", "adapt", "batch", "log_every", "watchdog", "eval_every", "eval_batches", "patience")
+    + ("log_to", "sample_every", "sample_prompt", "sample_tokens")
 }
 """Keys that change how a step is computed, but not its result."""
 
@@ -111,7 +104,7 @@ def changes(config: Config, saved: Any) -> list[str]:
         for key, value in now[section].items()
         if isinstance(saved.get(section), dict)
         and saved[section].get(key, value) != value
-        and (section, key) not in NO_NUMBERS
+        and f"{section}.{key}" not in NO_NUMBERS
     ]
 
 

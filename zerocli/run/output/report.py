@@ -149,8 +149,11 @@ class Progress:
     def show(self, line: Line) -> None:
         if not self._active:
             return
-        if line.skipped:
-            self._say_skipped(line)
+        self._skipped += line.skipped
+        if line.skipped and self._skipped <= MAX_SKIPPED_LINES:  # the closing summary counts them
+            more = "; further ones are only counted" if self._skipped == MAX_SKIPPED_LINES else ""
+            fact = "its gradients are not finite (in fp16 the loss scale is halved)"
+            say(f"step {line.step} was not applied: {fact}{more}")
         text = f"loss {line.loss:.4f}  grad {line.grad_norm:.3f}  {line.tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
             rate = format_count(round(line.tokens_per_second))
@@ -158,17 +161,6 @@ class Progress:
             self._bar.update()
         elif line.step == 1 or line.step % self._every == 0 or line.step == self._steps:
             say(f"step {line.step}/{self._steps}  {text}  lr {line.lr:.2e}")
-
-    def _say_skipped(self, line: Line) -> None:
-        """Say that a step was not applied, for the first few; the closing summary counts them."""
-        self._skipped += 1
-        if self._skipped > MAX_SKIPPED_LINES:
-            return
-        more = "; further ones are only counted" if self._skipped == MAX_SKIPPED_LINES else ""
-        text = (
-            f"step {line.step} was not applied: its gradients are not finite (in fp16 the loss scale is halved){more}"
-        )
-        say(text)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -227,19 +219,13 @@ def summary(
 def next_commands(config: Config, options: RunOptions, saved: bool) -> list[str]:
     """Return the commands to suggest after a run: what to do with its checkpoint, or another stage if there is none."""
     if saved:
-        run = quoted(shown_path(options.run_dir))
+        near = os.path.relpath(options.run_dir)  # as one would type it here, if it is below the working directory
+        run = quoted(options.run_dir if near.startswith("..") else near)
         made = [f"zerocli export {run} OUT"]
         return made if config.model.factory else [f'zerocli generate {run} "..."', *made]
     source, tp = shlex.quote(options.source), f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
-    if config.zero.stage < 3:
-        return [f"zerocli train {source} --stage 3{tp}"]
-    return [f"zerocli train {source} --stage 3{tp} {'--check 10' if config.offload.placement else '--offload cpu'}"]
-
-
-def shown_path(path: str) -> str:
-    """Return a path as one would type it here: relative to the working directory if it is below that."""
-    near = os.path.relpath(path)
-    return path if near.startswith("..") else near
+    more = "" if config.zero.stage < 3 else " --check 10" if config.offload.placement else " --offload cpu"
+    return [f"zerocli train {source} --stage 3{tp}{more}"]
 
 
 def _title(what: str, stage: int, tp: int) -> str:

@@ -6,6 +6,7 @@ metrics.jsonl is always written and is complete; these are copies for other prog
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,15 +44,16 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """An offline run in RUN/wandb, for `wandb sync`; nothing is sent.
+    """An offline run in RUN/wandb, for `wandb sync`; nothing is sent. With `mode` online it is sent, while it trains,
+    to the server that `wandb login` names.
 
     A resumed run has the same id. Steps that an earlier process wrote have the same values and are left out.
     """
 
-    mode = "offline"
-
-    def __init__(self, run_dir: Path, first: int, last_written: int, config: Mapping[str, Any]) -> None:
-        os.environ["WANDB_MODE"] = self.mode
+    def __init__(
+        self, run_dir: Path, first: int, last_written: int, config: Mapping[str, Any], mode: str = "offline"
+    ) -> None:
+        os.environ["WANDB_MODE"] = mode
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
@@ -59,7 +61,7 @@ class WeightsAndBiases:
         self._last_written = last_written
         project = os.environ.get("WANDB_PROJECT", "zerocli")
         about = {"project": project, "name": name, "id": name, "resume": "allow", "config": dict(config)}
-        self._run: Any = wandb.init(dir=str(run_dir), mode=self.mode, **about)
+        self._run: Any = wandb.init(dir=str(run_dir), mode=mode, **about)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if step > self._last_written:
@@ -67,12 +69,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-class WeightsAndBiasesOnline(WeightsAndBiases):
-    """The same run, sent to the server that `wandb login` names while it trains."""
-
-    mode = "online"
 
 
 class MLflow:
@@ -94,7 +90,8 @@ class MLflow:
         run = mlflow.start_run(run_id=known, run_name=None if known else run_dir.absolute().name)
         if known is None:
             write_text(kept, f"{run.info.run_id}\n")
-            flat = {f"{section}.{key}": value for section, keys in _sections(config) for key, value in keys.items()}
+            sections = [(name, keys) for name, keys in config.items() if isinstance(keys, Mapping)]
+            flat = {f"{name}.{key}": value for name, keys in sections for key, value in keys.items()}
             for at in range(0, len(flat), PARAMS):
                 mlflow.log_params(dict(list(flat.items())[at : at + PARAMS]))
 
@@ -110,14 +107,10 @@ PARAMS = 100
 """Parameters that MLflow takes at once."""
 
 
-def _sections(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(name, keys) for name, keys in config.items() if isinstance(keys, Mapping)]
-
-
 WRITERS: dict[str, Callable[[Path, int, int, Mapping[str, Any]], Writer]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
-    "wandb-online": WeightsAndBiasesOnline,
+    "wandb-online": functools.partial(WeightsAndBiases, mode="online"),
     "mlflow": MLflow,
 }
 
@@ -125,8 +118,8 @@ WRITERS: dict[str, Callable[[Path, int, int, Mapping[str, Any]], Writer]] = {
 class Writers:
     """All writers of a run; none without `train.log_to`, and none on ranks other than 0."""
 
-    def __init__(self, writers: Mapping[str, Writer] | None = None) -> None:
-        self._writers = dict(writers or {})
+    def __init__(self) -> None:
+        self._writers: dict[str, Writer] = {}
 
     @classmethod
     def open(
@@ -151,13 +144,11 @@ class Writers:
             say(f"{name} is written no more ({fact}); metrics.jsonl has every step")
 
     def step(self, line: Line) -> None:
-        """Write the metrics of a step."""
         values = {"train/loss": line.loss, "train/grad_norm": line.grad_norm, "train/lr": line.lr}
         peaks = {f"memory/{tier}": float(nbytes) for tier, nbytes in line.peak.items() if nbytes}
         self._write(line.step, {**values, "train/tokens_per_second": line.tokens_per_second, **peaks})
 
     def evaluation(self, row: Evaluated) -> None:
-        """Write the result of an evaluation."""
         self._write(row.step, {"eval/loss": row.loss, "eval/perplexity": row.perplexity})
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:

@@ -23,13 +23,14 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zerocli.ranks.store import read_all
+from zerocli.ranks.store import read_all, read_text
 from zerocli.ranks.words import by_words, named, ranks_of, runs, said_of
 from zerocli.ranks.worker import within
 from zerocli.run.processes import shared_slots
-from zerocli.run.processes.rank_loss import PATIENCE_SECONDS
 
 T = TypeVar("T")
+PATIENCE_SECONDS = 2.0
+"""How long to wait for an answer from the ranks' store, which may be gone too."""
 FOUND_TRIES = 8
 """How often a rank looks for what another has found, within PATIENCE_SECONDS."""
 GONE_SECONDS = 0.3
@@ -71,25 +72,16 @@ class Heartbeats:
     A rank says one every `interval` seconds. `host` is the name of this host, for tests.
     """
 
-    def __init__(
-        self, rank: int, ranks: Sequence[int], store: Any | None = None, interval: float = 1.0, host: str = ""
-    ) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], store: Any, interval: float = 1.0, host: str = "") -> None:
         self.rank, self.ranks, self._interval = rank, tuple(ranks), interval
-        self._job = _job_store() if store is None else store
-        self._store = dist.PrefixStore("zerocli-beats", self._job)
+        self._job, self._store = store, dist.PrefixStore("zerocli-beats", store)
         self._host = host or shared_slots.host_name()
         self._slots: shared_slots.SharedSlots | None = None
         self._slot = 0
-        self._process = shared_slots.this_process()
+        self._process = shared_slots.process_of("self")
         self._last: Heartbeat | None = None
         self.gone = False
         """Whether the store is gone; it is not queried again, as torch logs long warnings each time."""
-
-    @property
-    def keeper(self) -> str:
-        """The process that hosts the store, in words."""
-        agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return "torchrun on the host of rank 0" if agents else "rank 0"
 
     # -- saying ----------------------------------------------------------------------------------------------------
 
@@ -101,7 +93,6 @@ class Heartbeats:
         with contextlib.suppress(Exception):
             if self._slots is None:
                 self._reach(self._join)
-            assert self._slots is not None
             beat = replace(beat, doing=beat.doing[:MOST_WORDS], alone=beat.alone[:MOST_WORDS])
             self._last = beat
             self._write(beat)
@@ -137,7 +128,8 @@ class Heartbeats:
 
     def gone_here(self) -> dict[int, Heartbeat]:
         """Return the ranks of this host whose processes ended before they were through; sends no message."""
-        return {rank: beat for rank, beat, process in self._read_records() if process and shared_slots.is_gone(process)}
+        here = [(rank, beat, process) for rank, beat, process in self._read_records() if process]
+        return {rank: beat for rank, beat, process in here if shared_slots.process_of(str(process[0])) != process}
 
     def _publisher(self, here: Mapping[int, Heartbeat], now: float) -> int:
         """Return the first rank of this host that is alive."""
@@ -204,13 +196,10 @@ class Heartbeats:
         pause()
         key = f"found/{number}"
         for _ in range(FOUND_TRIES):  # it began a moment earlier or later, and its two questions take a while
-            if text := within(PATIENCE_SECONDS, lambda: self._reach(lambda: self._read_if_there(key))):
+            if text := within(PATIENCE_SECONDS, lambda: self._reach(lambda: read_text(self._store, key))):
                 return read_found(text)
             time.sleep(PATIENCE_SECONDS / FOUND_TRIES)
         return None
-
-    def _read_if_there(self, key: str) -> str:
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def _read_twice(self, pause: Callable[[], object]) -> Heard | None:
         pause()  # what a rank said last may not have been published before
@@ -281,7 +270,7 @@ def lost_ranks(beats: Heartbeats, pause: Callable[[], object]) -> str:
     if here := lost_here(beats):  # a process with a GPU ends slowly
         return here
     if heard is None:
-        return no_store(beats)
+        return no_store()
     said, silent = heard
     ended = {rank: beat for rank, beat in said.items() if beat.ended}
     causes = {rank: f"ended ({beat.ended})" for rank, beat in ended.items() if not beat.by_loss}
@@ -314,19 +303,8 @@ def silent_words(
     return "; ".join(lines)
 
 
-def no_store(beats: Heartbeats) -> str:
+def no_store() -> str:
     """Return why the others' heartbeats cannot be read, in words."""
-    return f"{beats.keeper}, which keeps the store that ranks speak through, does not answer"
-
-
-def _job_store() -> Any:
-    """Return the process group's store."""
-    # torch has no public accessor for the default store.
-    return cloned(dist.distributed_c10d._get_default_store())
-
-
-def cloned(store: Any) -> Any:
-    """Return a new connection to a store, or the store itself if it cannot be cloned."""
-    with contextlib.suppress(Exception):
-        return store.clone()  # a separate connection: a blocked call on another must not block this one
-    return store
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = "torchrun on the host of rank 0" if agents else "rank 0"
+    return f"{keeper}, which keeps the store that ranks speak through, does not answer"

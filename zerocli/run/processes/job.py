@@ -13,6 +13,7 @@ import math
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -26,9 +27,9 @@ from typing import IO, Any
 from zerocli import machine
 from zerocli.console import quoted, say
 from zerocli.errors import DOES_NOT_FIT, FAILURE, INTERRUPTED, OK, PREEMPTED, USAGE, UserError
-from zerocli.ranks.worker import STORE_FD, listen_on_loopback
+from zerocli.ranks.worker import STORE_FD
 from zerocli.regular_files import open_regular, read_regular, remove
-from zerocli.run.processes.rank_loss import standing
+from zerocli.run.folders.folder import standing
 
 POLL_SECONDS = 0.2
 TAIL_LINES, TAIL_NBYTES = 60, 256 << 10
@@ -203,7 +204,8 @@ class Job:
         # On ARM torch's allocator gives freed pages back after 10 ms, and the next step faults them in again.
         environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
         environ.setdefault("PYTHONFAULTHANDLER", "1")
-        with listen_on_loopback() as store:  # rank 0 inherits the socket, so no other process can take the port
+        # Rank 0 inherits the socket, so no other process can take the port; no other machine reaches it.
+        with socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN) as store:
             environ |= {"MASTER_PORT": str(store.getsockname()[1]), STORE_FD: str(store.fileno())}
             # Ranks that save inherit the mask, until they have handlers of their own: see preempt.py.
             with blocked(SAVING_SIGNALS if self.saves else ()):
@@ -317,13 +319,11 @@ def describe_failure(rank: Rank) -> str:
     if rank.code in (USAGE, DOES_NOT_FIT):
         return text or f"rank {rank.index} ended with exit code {rank.code}"
     if rank.code == -signal.SIGKILL:
-        total = machine.memory()
-        limit = min(total.total, total.limit or total.total)
         fact = (
             f"error: rank {rank.index} was killed by the kernel (SIGKILL); "
             f"it had reached {_gib(rank.peak_nbytes)} of host memory\n"
             f"try: fewer --ranks, a smaller --batch or --offload optimizer=nvme: it is likely that host memory ran out "
-            f"({_gib(limit)} in all)"
+            f"({_gib(machine.memory().allowed)} in all)"
         )
     elif rank.code is not None and rank.code < 0:
         fact = f"error: rank {rank.index} was ended by {signal.Signals(-rank.code).name}"

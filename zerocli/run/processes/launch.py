@@ -121,17 +121,13 @@ def _refuse_worker(config: Config, options: RunOptions, worker: Mapping[str, str
 
 def refuse_missing(names: Sequence[str]) -> None:
     """Raise UserError if a package for `train.log_to` is not installed; `wandb-online` is of wandb."""
-    missing = [name for name in dict.fromkeys(each.partition("-")[0] for each in names) if not _installed(name)]
-    if missing:
+    packages = dict.fromkeys(each.partition("-")[0] for each in names)
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
         verb = "is" if len(missing) == 1 else "are"
         raise UserError(
             f"train.log_to={','.join(names)}: {' and '.join(missing)} {verb} not installed",
-            hint=f"pip install {' '.join(name for name in missing)}",
+            hint=f"pip install {' '.join(missing)}",
         )
-
-
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def open_files(num_ranks: int) -> int:

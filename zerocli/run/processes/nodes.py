@@ -139,14 +139,14 @@ class Nodes:
     def _own_info(self, refused: UserError | None, file: str) -> RankInfo:
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         return RankInfo(
-            here(),
+            socket.gethostname(),
             int(os.environ.get("LOCAL_RANK", self.rank)),
             int(os.environ.get("LOCAL_WORLD_SIZE", self.world)),
             now(),
             compared(self._config, self._options),
             versions() if first else {},
             own_gpu(),
-            host_memory(),
+            machine.memory().allowed,
             look_for(file) if first else "",
             () if refused is None else (str(refused), refused.hint, refused.exit_code),
         )
@@ -181,19 +181,8 @@ class Nodes:
         return str(path)
 
 
-def here() -> str:
-    """Return this node's name."""
-    return socket.gethostname()
-
-
 def now() -> float:
     return time.time()
-
-
-def host_memory() -> int:
-    """Return the bytes of host memory that processes of this node may take."""
-    there = machine.memory()
-    return min(there.total, there.limit or there.total)
 
 
 def own_gpu() -> str:

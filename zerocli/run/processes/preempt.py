@@ -107,19 +107,16 @@ class Preemption:
         self._last_asked: float | None = None
 
     def wants_stop(self) -> bool:
-        """Return whether to stop; called once per step."""
+        """Return whether to stop; called once per step.
+
+        Two more steps and a save, each as slow as the slowest so far, must not exceed the time limit.
+        """
         now = time.monotonic()
         if self._last_asked is not None:
             self._longest_step = max(self._longest_step, now - self._last_asked)
         self._last_asked = now
-        return bool(_noted) or self._is_near(now)
-
-    def _is_near(self, now: float) -> bool:
-        """Return whether two more steps and a save, each as slow as the slowest so far, could exceed the limit."""
-        if not self._limit:
-            return False
         needed = 2 * self._longest_step + 2 * self._save_seconds() + min(MARGIN_SECONDS, self._limit / 10)
-        return now - self._began + needed > self._limit
+        return bool(_noted) or (self._limit > 0 and now - self._began + needed > self._limit)
 
     @property
     def reason(self) -> str:

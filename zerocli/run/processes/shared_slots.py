@@ -74,17 +74,8 @@ Process = tuple[int, int]
 """A process by its number and when it started: numbers are used again."""
 
 
-def this_process() -> Process | None:
-    """Return this process; None where others cannot see whether it is alive."""
-    return _process("self")
-
-
-def is_gone(process: Process) -> bool:
-    """Return whether a process of this host has ended."""
-    return _process(str(process[0])) != process
-
-
-def _process(name: str) -> Process | None:
+def process_of(name: str) -> Process | None:
+    """Return a process that lives, by its number or `self`; None where others cannot see whether it is alive."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         number, _, rest = Path(f"/proc/{name}/stat").read_text().partition(" ")
         fields = rest.rpartition(")")[2].split()

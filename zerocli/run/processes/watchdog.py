@@ -32,21 +32,21 @@ from zerocli.engine.engine import Engine
 from zerocli.errors import FAILURE
 from zerocli.ranks.issued import Issued
 from zerocli.ranks.loss import Severed, severed
-from zerocli.ranks.progress import Progress
-from zerocli.ranks.startup import STARTUP
+from zerocli.ranks.startup import STARTUP, Progress
+from zerocli.ranks.store import cloned
 from zerocli.ranks.words import said_of
 from zerocli.ranks.worker import record_failure, within
+from zerocli.run.folders.folder import standing
 from zerocli.run.processes.heartbeats import (
+    PATIENCE_SECONDS,
     Heartbeat,
     Heartbeats,
-    cloned,
     lost_here,
     lost_ranks,
     no_store,
     silent_words,
 )
 from zerocli.run.processes.preempt import was_told
-from zerocli.run.processes.rank_loss import PATIENCE_SECONDS, standing
 
 START_SECONDS = 30.0
 """Minimum wait for a rank that has sent no heartbeat yet: processes do not all start at once."""
@@ -108,12 +108,12 @@ class Axis:
 class Watchdog(threading.Thread):
     """Monitors a run's start, collectives, transfers and saves until it is closed; `limit` in seconds, 0 is never.
 
-    Without an engine it begins with the start: `meet` gives it the ranks' store, and `attach` the engine.
+    It begins with the start: `connect` gives it the ranks' store, and `attach` the engine. `run_dir` is the run's.
     """
 
-    def __init__(self, engine: Engine | None, limit: float, end: Callable[[str], None] | None = None) -> None:
+    def __init__(self, limit: float, run_dir: str = "", end: Callable[[str], None] | None = None) -> None:
         super().__init__(name="zerocli-watchdog", daemon=True)
-        self._limit, self._end = limit, end or end_process
+        self._limit, self._run_dir, self._end = limit, run_dir, end or self._end_process
         self._interval = interval_of(limit, 1)
         self._closed = threading.Event()
         self._axes: list[Axis] = []
@@ -123,34 +123,21 @@ class Watchdog(threading.Thread):
         self._heartbeats: Heartbeats | None = None
         self._ending = False
         self._awaited: tuple[Issued | None, float, float] = (None, 0.0, 0.0)
-        self.may_be_slow = True
-        """Whether a longer limit might have helped."""
         self.missing = ""
         """The ranks that were gone when this rank failed because it had lost another."""
         self.reports = True
         """Whether this rank shows what all have found: one of them does."""
-        if engine is not None:
-            self.attach(engine)
-            if self._axes and limit:
-                self._open_heartbeats(dist.get_rank(), engine.ranks, None)
 
     def connect(self, rank: int, world: int, store: dist.Store | None = None) -> None:
         """Also monitor the run's start, and exchange heartbeats through `store` or the process group's store."""
         if world > 1 and self._limit and self._heartbeats is None:
             self._axes = [*self._axes, Axis("start", STARTUP, tuple(range(world)))]
-            self._open_heartbeats(rank, range(world), None if store is None else cloned(store))
+            self._interval = interval_of(self._limit, world)
+            # torch has no public accessor for the default store.
+            own = cloned(dist.distributed_c10d._get_default_store() if store is None else store)
+            self._heartbeats = Heartbeats(rank, range(world), own, self._interval)
             STARTUP.restart_wait()  # so far this rank waited only for the store
-            assert self._heartbeats is not None
             self._heartbeats.say(self._heartbeat())
-
-    def _open_heartbeats(self, rank: int, ranks: Sequence[int], store: dist.Store | None) -> None:
-        self._interval = interval_of(self._limit, len(ranks))
-        self._heartbeats = Heartbeats(rank, ranks, store, self._interval)
-
-    @property
-    def _lead(self) -> float:
-        """Querying the other ranks takes at most this long; it begins this long before the limit."""
-        return 3 * PATIENCE_SECONDS + 2 * self._pause_seconds
 
     @property
     def _pause_seconds(self) -> float:
@@ -206,9 +193,9 @@ class Watchdog(threading.Thread):
         while not self._closed.wait(self._interval):
             alone = self._stuck_transfer() or self._stuck_alone()
             lost = "" if alone else self._lost_here() or self._lost_in_start()
-            text = alone or lost or self._stuck_axis()
+            text = alone or lost or next(filter(None, map(self._stuck_together, self._together())), "")
             if text and not self._ending:
-                self.may_be_slow = not lost
+                self._may_be_slow = not lost
                 self._say_why(text, by_loss=False)
                 self.reports = self._claim_report() or bool(alone)
                 self._end(text)
@@ -269,7 +256,7 @@ class Watchdog(threading.Thread):
         if not was_told() or entry is None or beats is None or STARTUP.alone or not waits:
             return ""
         since, heard = entry.since, beats.ask_twice(self._pause)
-        who = no_store(beats) if heard is None else silent_words({rank: heard[0].get(rank) for rank in heard[1]})
+        who = no_store() if heard is None else silent_words({rank: heard[0].get(rank) for rank in heard[1]})
         if not who or entry.over or entry.since > since:
             return ""
         return f"another rank was lost during {staged(str(entry))}: {who}"
@@ -278,24 +265,19 @@ class Watchdog(threading.Thread):
         """Return the axes in which this rank may wait for others."""
         return [axis for axis in self._axes if not (isinstance(axis.shared, Progress) and axis.shared.alone)]
 
-    def _stuck_axis(self) -> str:
-        for axis in self._together():
-            if text := self._stuck_together(axis):
-                return text
-        return ""
-
     def _stuck_together(self, axis: Axis) -> str:
         entry = oldest_open(axis.shared)
         since = entry.since if entry is not None else math.inf
         waited = time.monotonic() - since
-        if entry is None or waited <= max(self._limit / 4, self._limit - self._lead):
+        lead = 3 * PATIENCE_SECONDS + 2 * self._pause_seconds  # querying the others takes at most this long
+        if entry is None or waited <= max(self._limit / 4, self._limit - lead):
             return ""
         assert self._heartbeats is not None
         heard = self._heartbeats.ask_twice(self._pause)
         if heard is not None and waited < START_SECONDS and len(heard[0]) + 1 < len(self._heartbeats.ranks):
             return ""  # a rank has sent no heartbeat: it may still be starting
         if heard is None:
-            absent = no_store(self._heartbeats)
+            absent = no_store()
         else:
             absent = axis.absent(*heard, entry.number, waited, self._heartbeats.places)
         if not absent:  # late ranks make progress: ask again later, to spare the store in a large job
@@ -368,6 +350,23 @@ class Watchdog(threading.Thread):
     def _pause(self) -> None:
         self._closed.wait(self._pause_seconds)
 
+    def _end_process(self, text: str) -> None:
+        """Report the reason and what is saved to the launcher or the log, and end this rank: its main thread is stuck.
+
+        Another rank may show it instead.
+        """
+        fact, hint = standing(self._run_dir) if self._run_dir else ("", "")
+        lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
+        if self._may_be_slow:
+            lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
+
+        def tell() -> None:
+            if not record_failure("\n".join(lines), FAILURE) and self.reports:
+                say("\n".join(lines))
+
+        within(PATIENCE_SECONDS, tell)  # the disk of the run folder may be what is stuck
+        os._exit(FAILURE)
+
 
 def interval_of(limit: float, ranks: int) -> float:
     """Return the seconds between two heartbeats of a rank; longer for many ranks, whose hosts share one store."""
@@ -387,21 +386,3 @@ def oldest_open(shared: Shared) -> Issued | None:
 def staged(stage: str) -> str:
     """Return a stage's words as the subject of a sentence; those that contain a comma get a closing one."""
     return f"{stage}," if "," in stage else stage
-
-
-def end_process(text: str, run_dir: str = "", reports: bool = True, may_be_slow: bool = True) -> None:
-    """Report the reason and what is saved to the launcher or the log, and end this rank: its main thread is stuck.
-
-    Without `reports` another rank shows it. `may_be_slow` says whether a longer limit might help.
-    """
-    fact, hint = standing(run_dir) if run_dir else ("", "")
-    lines = [f"error: {'; '.join(filter(None, (text, fact)))}", *([f"try: {hint}"] if hint else [])]
-    if may_be_slow:
-        lines.append("try: --set train.watchdog=SECONDS for a longer limit, if it was only slow")
-
-    def tell() -> None:
-        if not record_failure("\n".join(lines), FAILURE) and reports:
-            say("\n".join(lines))
-
-    within(PATIENCE_SECONDS, tell)  # the disk of the run folder may be what is stuck
-    os._exit(FAILURE)
