@@ -148,7 +148,7 @@ class _ProgramMicroStep(MicroStep):
         out = self._find(live, number, *part.output) if part.output is not None else None
         node, before = None, x.node  # the node must not hold `x`, whose storage may go before backward
         if part.backward or before is not None:
-            node, hand_over = tape.record("part", [x]), tape.hand_over
+            node, hand_over = tape.record([x]), tape.hand_over
             node.needs = True
             if tape.keep:  # else nothing ever runs it, and it would hold what this refers to
                 node.backward = lambda incoming: self._backward(hand_over, part, number, unit, incoming, saved, before)

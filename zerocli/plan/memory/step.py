@@ -347,7 +347,7 @@ class Replay(Initialisation):
         """
         if x.node is None:  # no gradient comes here: what made it is frozen
             return
-        node = tape.record(moment, [x])
+        node = tape.record([x])
 
         def reached(gradient: list[Storage]) -> list[Storage]:
             self._ledger.moment = moment
