@@ -106,7 +106,7 @@ def test_a_block_keeps_what_autograd_saves(changes, kv_heads, width):
     tape = Tape(ledger, lambda unit, grad: None)
     decoder = Decoder(shape_of(model, 8), Setup(batch=2, seq=8, precision=precision, device="cpu"), ledger)
     x = Tensor(Storage(ledger, 2 * 8 * 32 * width), INPUT)
-    decoder.block(tape, x, 0, 1)
+    decoder.block(tape, x, 0)
     kept = {id(storage): storage.nbytes for node in tape._nodes for storage in node.saved}
     assert sum(kept.values()) == measured
 

@@ -71,10 +71,10 @@ def test_operations_are_those_that_run():
     matrices = blocks + 2 * tokens * 2048 * 1000
     traced = trace("chain", lambda: chain(1), SETUP)
     for recompute, repeated in ((NOTHING, 0), (WHOLE, blocks), (SELECTIVELY, 0)):
-        passes = traced.passes(dataclasses.replace(SETUP, recompute=recompute))
+        passes = traced.computed(dataclasses.replace(SETUP, recompute=recompute))
         assert passes.forward.products == matrices and passes.backward.products == 2 * matrices
         assert passes.again.products == repeated and (passes.again.moved > 0) == bool(recompute)
-        assert traced.model_flops(dataclasses.replace(SETUP, recompute=recompute)) == 3 * matrices
+        assert passes.operations == 3 * matrices
 
 
 def test_the_host_takes_longer_for_operations_that_are_recomputed():

@@ -23,40 +23,22 @@ TREATED_ALIKE = (NOTHING, SELECTIVELY, WHOLE)
 class Model(ABC):
     """A model that can be planned."""
 
+    numel: int
+    """The parameters of the whole model."""
+    trainable_numel: int
+    active_numel: int
+    """The parameters that one token uses."""
+    summary: str
+    """Its size and kind in words."""
+    family = ""
     whole = True
     """Whether everything that a step needs is planned; if not, model states alone, and no seconds."""
     resizable = False
     """Whether another batch, sequence length or size of it can be planned."""
-
-    @property
-    @abstractmethod
-    def numel(self) -> int:
-        """The parameters of the whole model."""
-
-    @property
-    def trainable_numel(self) -> int:
-        """The parameters that are trained."""
-        return self.numel
-
-    @property
-    def active_numel(self) -> int:
-        """The parameters that one token uses."""
-        return self.numel
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of which each may be recomputed or not; 0: all are treated alike."""
-        return 0
-
-    @property
-    def dimensions(self) -> dict[str, int] | None:
-        """Layers, hidden size and heads, if they are known."""
-        return None
-
-    @property
-    @abstractmethod
-    def summary(self) -> str:
-        """Its size and kind in words."""
+    blocks = 0
+    """Blocks of which each may be recomputed or not; 0: all are treated alike."""
+    dimensions: dict[str, int] | None = None
+    """Layers, hidden size and heads, if they are known."""
 
     @abstractmethod
     def plan(self, setup: Setup) -> Plan:
@@ -77,11 +59,6 @@ class Model(ABC):
     def notes(self, setup: Setup) -> list[str]:
         """Return what a user should know about its plans."""
         return []
-
-    @property
-    def family(self) -> str:
-        """The name of its family, "" if it has none."""
-        return ""
 
     def sized(self, setup: Setup, layers: int, hidden: int | None = None) -> Model:
         """Return the family's model of this many layers, in its proportions unless its width is given."""

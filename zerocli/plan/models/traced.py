@@ -17,7 +17,7 @@ from zerocli.plan.memory.replayable_program import ReplayableProgram
 from zerocli.plan.models.model import Model
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
-from zerocli.plan.time.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Computed, Passes, num_chunks, recomputing
+from zerocli.plan.time.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Computed, num_chunks, recomputing
 from zerocli.plan.time.hardware import HostTimes
 
 if TYPE_CHECKING:
@@ -50,7 +50,13 @@ class Traced(Model):
         """Describe the model as `asked`; if `resizable`, also with other batches and sequences up to the `longest`."""
         self._describe, self._asked, self.resizable, self._longest = describe, asked, resizable, longest
         self._known: dict[Any, ReplayableProgram] = {}
-        self.program = self.replayable(asked).program
+        first = self.replayable(asked)
+        self.program, self.numel, self.trainable_numel = first.program, first.numel, first.trainable_numel
+        self.active_numel = self.numel
+        called = [unit for unit, _, _ in self.program.blocks]
+        if len(set(called)) == len(called) == self.program.repeated:  # else some are called again, or never
+            self.blocks = len(called)
+        self.summary = f"{self.numel:,} parameters in {len(self.program.units)} units; traced"
 
     def replayable(self, setup: Setup) -> ReplayableProgram:
         """Return the model with a setup's batch."""
@@ -68,24 +74,6 @@ class Traced(Model):
         one, other = (self.replayable(replace(setup, batch=each)).program for each in (below, 2 * below))
         return one.resized(other, setup.batch / below - 1)
 
-    @property
-    def numel(self) -> int:
-        return self.replayable(self._asked).numel
-
-    @property
-    def trainable_numel(self) -> int:
-        return self.replayable(self._asked).trainable_numel
-
-    @property
-    def blocks(self) -> int:
-        """Blocks; 0 if some are called more than once in a step, or never."""
-        called = [unit for unit, _, _ in self.program.blocks]
-        return len(called) if len(set(called)) == len(called) == self.program.repeated else 0
-
-    @property
-    def summary(self) -> str:
-        return f"{self.numel:,} parameters in {len(self.program.units)} units; traced"
-
     def plan(self, setup: Setup) -> Plan:
         check(setup)
         return plan_replayable(self.replayable(setup), setup)
@@ -102,24 +90,14 @@ class Traced(Model):
     def with_seq(self, seq: int) -> Traced:
         return self
 
-    # -- seconds -------------------------------------------------------------------------------------------------------
-
     def computed(self, setup: Setup, host: HostTimes = USUAL) -> Computed:
         model = self.replayable(setup)
-        gradients = Work(moved=model.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
-        own = {unit for unit, _, _ in model.program.blocks}
-        ends = sum(
-            each.numel for at, unit in enumerate(model.program.units) if at not in own for each in unit.parameters
-        )
-        found = self.passes(setup, host), gradients, self.model_flops(setup), ends
-        return Computed(*found, num_chunks(model.units(), setup), max(1, model.layers), hidden=0)
-
-    def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
-        """Return the work of a micro-step."""
-        program, launch = self.replayable(setup).program, HOST_OPERATION * host.pace
+        program, launch = model.program, HOST_OPERATION * host.pace
         units, layers = len(program.units), len(program.blocks)
         recompute = setup.recomputed.of(layers)
-        forward, backward = (each.launched(launch) for each in _once(program))
+        calls = list(program.calls())
+        once = _total(part.computed for part in calls), _total(part.computed_back for part in calls)
+        forward, backward = (each.launched(launch) for each in once)
         blocks = [program.parts[part] for _, part, _ in program.blocks]
         whole = _total(part.repeated for part in blocks[: recompute.whole])
         part = _total(part.cheap for part in blocks[recompute.whole : recompute.count])
@@ -141,13 +119,12 @@ class Traced(Model):
             backward = backward.compiled(TRACED_COMPILED, launched * (1 - UNIT_FORWARD))
             again = again.compiled(TRACED_COMPILED, 0.0)
         forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
-        return Passes(forward, backward, again, Work())
-
-    def model_flops(self, setup: Setup) -> float:
-        """Return the operations of a step of all ranks, as MFU counts them: without repetition."""
-        forward, backward = _once(self.replayable(setup).program)
-        once = forward.products + backward.products + 3 * forward.attention
-        return once * setup.accumulate * setup.dp
+        # As MFU counts them: without repetition.
+        operations = sum(each.products for each in once) + 3 * once[0].attention
+        own = {unit for unit, _, _ in program.blocks}
+        ends = sum(p.numel for at, unit in enumerate(program.units) if at not in own for p in unit.parameters)
+        of_step = operations * setup.accumulate * setup.dp, ends, num_chunks(model.units(), setup)
+        return Computed(forward, backward, again, Work(), *of_step, max(1, layers))
 
 
 def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizable: bool = True) -> Traced:
@@ -186,12 +163,6 @@ def _did_not_run(setup: Setup, error: Exception) -> UserError:
 def _key(setup: Setup) -> tuple[object, ...]:
     """Return what in a setup changes the description of a model."""
     return setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed
-
-
-def _once(program: Program) -> tuple[Work, Work]:
-    """Return what forward and backward of a micro-step compute."""
-    calls = list(program.calls())
-    return _total(part.computed for part in calls), _total(part.computed_back for part in calls)
 
 
 def _total(work: Iterable[Work]) -> Work:

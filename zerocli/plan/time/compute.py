@@ -51,23 +51,15 @@ def device_seconds(work: Work, setup: Setup, hardware: Hardware) -> dict[str, fl
 
 
 @dataclass(frozen=True)
-class Passes:
-    """The work of one micro-step: forward, backward, and what recomputation adds to backward."""
+class Computed:
+    """What a model computes in a step, as far as its seconds depend on it; work is one rank's, of a micro-step."""
 
     forward: Work
     backward: Work
     again: Work
+    """What recomputation adds to backward."""
     head: Work
     """The part of forward that comes last: it waits for the update of the last unit."""
-
-
-@dataclass(frozen=True)
-class Computed:
-    """What a model computes in a step, as far as its seconds depend on it."""
-
-    passes: Passes
-    gradients: Work
-    """Copying gradients into flats or buckets in each backward, and their norm, where backward does not have it."""
     operations: float
     """Of a step of all ranks, as MFU counts them."""
     ends: int
@@ -75,12 +67,12 @@ class Computed:
     chunks: float
     """Chunks in which a rank updates what passes through the update's slots, if everything does."""
     layers: int
-    hidden: int
+    hidden: int = 0
     """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
 
 
-def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
-    """Return one rank's work of a micro-step."""
+def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
+    """Return what a model computes in a step, by the formulas of its shape."""
     (forward, backward), again = _ends(shape, setup, host), Work()
     head = forward
     recompute = setup.blocks(shape.layers)
@@ -92,16 +84,10 @@ def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
         again += _repeated(shape, setup, there, first).times(whole) + Work(moved=there.moved).times(part)
     hosted = recomputing(host, setup, recompute.whole, recompute.count - recompute.whole)
     forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
-    return Passes(forward, backward, again, head)
-
-
-def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
-    """Return what a model computes in a step, by the formulas of its shape."""
-    gradients = Work(moved=shape.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
+    operations = model_flops(shape, setup.seq, setup.batch * setup.seq * setup.accumulate * setup.dp)
     ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
-    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
-    found = passes(shape, setup, host), gradients, model_flops(shape, setup.seq, tokens), ends
-    return Computed(*found, num_chunks(shape.units(), setup), shape.layers, shape.hidden)
+    chunks = num_chunks(shape.units(), setup)
+    return Computed(forward, backward, again, head, operations, ends, chunks, shape.layers, shape.hidden)
 
 
 def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:

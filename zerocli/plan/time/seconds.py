@@ -213,16 +213,18 @@ def _update_nbytes(setup: Setup) -> int:
 
 def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     """Return the phases: the update with the first forward, a backward, and a later forward."""
-    setup, work = plan.setup, of.passes
+    setup = plan.setup
     decoding = Work(moved=_encoded_numel(plan, of) * DECODING_NBYTES.get(setup.codec, 0))
-    forward = work.forward + decoding
-    backward = work.backward + work.again + of.gradients + decoding
+    # Gradients are copied into flats or buckets in each backward, and read for their norm.
+    gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
+    forward = of.forward + decoding
+    backward = of.backward + of.again + gradients + decoding
     hidden = setup.batch * setup.seq * of.hidden * setup.width
     # Two sums per block and direction, and those of recomputed blocks once more.
     sums = 2 * of.layers * Group(setup.tp, setup.ranks_per_node).all_reduce(hidden, hardware)
     repeated = setup.num_recomputed(of.layers) / of.layers
     host = _host_moves(plan, of, hardware.host, 1 - _share_of_cpu(setup, hardware) * setup.updates_on_both)
-    head = sum(device_seconds(work.head, setup, hardware).values())
+    head = sum(device_seconds(of.head, setup, hardware).values())
     wire = Wire(plan, of, hardware)
     every, last = float(setup.zero.parameters), _computing(backward, setup, hardware) / of.layers
     first = wire.phase(forward, sums, head, every or float(setup.zero.optimizer), 0.0, ahead=0.0, renews=1.0)
