@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload.placement import HBM
+from offload.placement import ACTIVATIONS, HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import constants
 from zerocli.plan.memory.ledger import Ledger, Storage
@@ -40,7 +40,7 @@ class Checkpoints:
         With a `frozen_input`, one that is computed from frozen parameters, the first block's takes no slot.
         """
         self.nbytes = part
-        for share in self._setup.checkpoint_shares():
+        for share in self._setup.placement().of(ACTIVATIONS):
             each = self._slot_nbytes(share.tier, part)
             left = count - len(self.tiers)
             number = left if share.budget is None else min(left, share.budget // each)

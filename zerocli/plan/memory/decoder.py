@@ -53,7 +53,7 @@ class Decoder(MicroStep):
         """Number of different masks: with a window, and of packed rows without one."""
         self.compared = shape.lora is not None
         self._embed, self._head = (self._gradients(each()) for each in (shape.embed_parameters, shape.head_parameters))
-        self._blocks = {shape.is_sparse(at): self._gradients(shape.block_parameters(at)) for at, _ in shape.runs}
+        self._blocks = {shape.sparse[at]: self._gradients(shape.block_parameters(at)) for at, _ in shape.runs}
         """Of a block of each kind: sparse or not."""
 
     def _gradients(self, parameters: Iterable[Parameter]) -> dict[str, int]:
@@ -76,7 +76,7 @@ class Decoder(MicroStep):
         return x
 
     def block(self, tape: Tape, x: Tensor, block: int) -> Tensor:
-        sparse = self.shape.is_sparse(block)
+        sparse = self.shape.sparse[block]
         return _Unit(self, tape, block + 1, self._blocks[sparse], sparse).block(x)
 
     def end(self, tape: Tape, x: Tensor, enter: Enter, mark: Mark) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 from zerocli.errors import UserError
 from zerocli.layout import constants
 from zerocli.layout.flats import FP32
 from zerocli.layout.shards import nearest_divisor
-from zerocli.plan.blocks.shape import Shape, Unit
+from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.memory.decoder import Decoder
 from zerocli.plan.memory.ledger import Ledger
 from zerocli.plan.memory.replayable import MicroStep, Replayable
@@ -21,14 +20,11 @@ class ReplayableShape(Replayable):
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.numel, self.trainable_numel = shape.numel, shape.trainable_numel
+        self.numel, self.trainable_numel, self.units = shape.numel, shape.trainable_numel, shape.units
         self.layers, self.period, self.kinds = shape.layers, shape.period, shape.sparse
         self.rotary = shape.rotary
         self.frozen_input = not any(each.trainable for each in shape.embed_parameters())
         self.transposes = shape.family == "gpt2"
-
-    def units(self) -> Iterator[tuple[Unit, int]]:
-        return self.shape.units()
 
     def unit(self, block: int) -> int:
         return block + 1

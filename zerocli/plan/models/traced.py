@@ -123,7 +123,7 @@ class Traced(Model):
         operations = sum(each.products for each in once) + 3 * once[0].attention
         own = {unit for unit, _, _ in program.blocks}
         ends = sum(p.numel for at, unit in enumerate(program.units) if at not in own for p in unit.parameters)
-        of_step = operations * setup.accumulate * setup.dp, ends, num_chunks(model.units(), setup)
+        of_step = operations * setup.accumulate * setup.dp, ends, num_chunks(model.units, setup)
         return Computed(forward, backward, again, Work(), *of_step, max(1, layers))
 
 

@@ -40,7 +40,7 @@ Paint = Callable[..., str]
 def render(verdict: Verdict, explain: bool, colour: bool, command: str = "") -> str:
     """Return the verdict as text, with colour if the terminal supports it; `command` trains what fits."""
     paint = _painter(colour)
-    lines = [*wrap(_title(verdict)), *wrap(_terms(verdict))]
+    lines = [*wrap(f"{verdict.name}: {verdict.model.summary}"), *wrap(_terms(verdict))]
     lines += [line for note in verdict.notes for line in wrap(note, "  ")]
     lines += ["", *_candidates(verdict, paint), *wrap(_legend(verdict)), ""]
     lines += _fits(verdict, verdict.best, paint) if verdict.best is not None else _does_not_fit(verdict, paint)
@@ -98,7 +98,8 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
             chosen += wrap(f"{hardware.name} ({each.setup.precision}){after}:{nearest and ' nearest is'}", "  ")
             chosen += command_lines(arguments, "    ")
         styles.append("green" if verdict.fits else "red")
-    lines = [*wrap(_title(judged[0])), *[line for note in notes for line in wrap(note, "  ")], ""] if judged else []
+    lines = wrap(f"{judged[0].name}: {judged[0].model.summary}") if judged else []
+    lines += [*(line for note in notes for line in wrap(note, "  ")), ""] if judged else []
     return "\n".join([*lines, *table(rows, styles, paint, words=(0, len(head))), "", *chosen])
 
 
@@ -176,10 +177,6 @@ def _painter(colour: bool) -> Paint:
 
 
 # -- parts of the verdict ----------------------------------------------------------------------------------------------
-
-
-def _title(verdict: Verdict) -> str:
-    return f"{verdict.name}: {verdict.model.summary}"
 
 
 def _terms(verdict: Verdict) -> str:
@@ -284,14 +281,10 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
     if best.plan.moment:
         lines.append(f"  its GPU peak comes at: {best.plan.moment}")
     if best.plan.loading:
-        lines += wrap(f"{best.plan.loading_words}{_loads(verdict, best)}", "  ")
+        over = best.plan.loading["init_from"] - verdict.hardware.host_memory
+        more = f", {format_bytes(over)} more than there are" if over > 0 else ""
+        lines += wrap(f"{best.plan.loading_words}{more}", "  ")
     return lines
-
-
-def _loads(verdict: Verdict, best: Candidate) -> str:
-    """Return what is missing for `--init-from`; empty if nothing is."""
-    over = best.plan.loading["init_from"] - verdict.hardware.host_memory
-    return f", {format_bytes(over)} more than there are" if over > 0 else ""
 
 
 def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:
@@ -328,14 +321,12 @@ def _over(candidate: Candidate) -> str:
     return ", ".join(WORDS[tier] for tier in candidate.over) + " over"
 
 
-def _days(days: float | int | None) -> str:
-    assert days is not None
+def _days(days: float) -> str:
     return _whole(days) if days >= 100 else f"{days:.3g}"
 
 
-def _whole(number: float | int | None) -> str:
+def _whole(number: float) -> str:
     """Return a number without its fraction; a small one, or one that would widen its column, with three digits."""
-    assert number is not None
     return f"{number:,.0f}" if 100 <= number < LONGEST else f"{number:.3g}"
 
 
@@ -392,7 +383,10 @@ def _max(largest: Largest) -> list[str]:
         size = f"{grown['layers']} x {grown['hidden']}"
         lines.append(f"largest of this shape: {format_count(largest.model.numel)} ({size})")
     if largest.next is not None and largest.value:
-        lines += wrap(f"{_next(largest)} does not fit: {_arguments(largest.next)}, {_amounts(largest.next)}")
+        following = f"{largest.kind} {largest.next_value:,}"
+        if largest.kind == "model" and largest.next_model is not None:
+            following = f"the same with {largest.next_model.blocks} blocks"
+        lines += wrap(f"{following} does not fit: {_arguments(largest.next)}, {_amounts(largest.next)}")
     elif largest.end and largest.value:
         lines += wrap(f"not more: {largest.end}")
     if largest.kind == "model":
@@ -400,12 +394,6 @@ def _max(largest: Largest) -> list[str]:
     if largest.model.whole:
         lines.append(f"margin: {MARGIN:.0%} of GPU and host memory stay free; sizes above are without them")
     return lines
-
-
-def _next(largest: Largest) -> str:
-    if largest.kind != "model":
-        return f"{largest.kind} {largest.next_value:,}"
-    return f"the same with {largest.next_model.blocks if largest.next_model else 0} blocks"
 
 
 def _amounts(candidate: Candidate) -> str:

@@ -23,7 +23,7 @@ class Budget:
     tokens: int
     price: float = 0.0
 
-    def of(self, candidate: Candidate) -> dict[str, float | int | None] | None:
+    def of(self, candidate: Candidate) -> dict[str, Any] | None:
         """Return the days, GPU-hours and cost of the run by a candidate's estimate; None if it has none."""
         if candidate.estimate is None:
             return None

@@ -70,11 +70,8 @@ class Choice:
     @property
     def runner_up(self) -> Candidate | None:
         """The best candidate that differs from the best one in more than its budgets."""
-        best = self.best
-        for each in self.fitting[1:]:
-            if best is not None and kind_of(each.setup) != kind_of(best.setup):
-                return each
-        return None
+        kinds = [kind_of(each.setup) for each in self.fitting]
+        return next((each for kind, each in zip(kinds, self.fitting, strict=True) if kind != kinds[0]), None)
 
 
 def choose(
@@ -166,8 +163,8 @@ class _Search:
                 self._exactly(each.setup)
             fitting = sorted(map(self._finished, (each for each in self._exact.values() if each.fits)), key=_rank)
         nearest = fitting[0] if fitting else min(self._exact.values(), key=_over)
-        without_margins = tuple(each.on(self._hardware) for each in fitting)
-        return Choice(without_margins, nearest.on(self._hardware), len(self._found))
+        without_margins = tuple(replace(each, hardware=self._hardware) for each in fitting)
+        return Choice(without_margins, replace(nearest, hardware=self._hardware), len(self._found))
 
     def _checked(self, shown: int) -> list[Candidate]:
         """Return the fastest that fit by exact plans, best first, one of each kind.

@@ -39,15 +39,12 @@ HOST_COMPILED, HOST_AGAIN = 1.25, 0.7
 USUAL = HostTimes()
 
 
-def device_seconds(work: Work, setup: Setup, hardware: Hardware) -> dict[str, float]:
-    """Return the device's seconds by kind of kernel; the kinds run one after the other."""
+def device_seconds(work: Work, setup: Setup, hardware: Hardware) -> float:
+    """Return the device's seconds: the kinds of kernels run one after the other."""
     peak = hardware.tflops * 1e12 * (FP32_PRODUCTS if setup.width == 4 else 1.0)
     rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
-    return {
-        "products": work.products / rate,
-        "attention": work.attention / (peak * ATTENTION * setup.seq / (setup.seq + HALF_RATE_TOKENS)),
-        "memory": work.moved / (hardware.hbm * 1e9 * MEMORY),
-    }
+    attention = work.attention / (peak * ATTENTION * setup.seq / (setup.seq + HALF_RATE_TOKENS))
+    return work.products / rate + attention + work.moved / (hardware.hbm * 1e9 * MEMORY)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
     forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
     operations = model_flops(shape, setup.seq, setup.batch * setup.seq * setup.accumulate * setup.dp)
     ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
-    chunks = num_chunks(shape.units(), setup)
+    chunks = num_chunks(shape.units, setup)
     return Computed(forward, backward, again, head, operations, ends, chunks, shape.layers, shape.hidden)
 
 
@@ -117,16 +114,13 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
     """Return the forward and backward work of one block."""
     tokens, tp, width = setup.batch * setup.seq, setup.tp, setup.width
     hidden, queries, keys = shape.hidden, shape.width_q // tp, shape.width_kv // tp
-    products, inner = 0.0, 0.0
     trained = shape.trainable_numel / shape.numel  # a frozen weight has no gradient: one product less
-    for rows, inputs, outputs in _matrices(shape, block):
-        products += 2 * rows * inputs * outputs / tp
-    for rows, mlp in _mlps(shape, block):
-        inner += rows * mlp / tp
+    products = sum(2 * rows * inputs * outputs / tp for rows, inputs, outputs in _matrices(shape, block))
+    inner = sum(rows * mlp / tp for rows, mlp in _mlps(shape, block))
     attention = setup.seq * (shape.width_q + shape.width_out) / tp  # two products, each causal
     norms = NORMS[shape.norms] * hidden + (queries + keys if shape.q_norm else 0)
     rotated = queries + keys if shape.rotary else 0
-    visits = shape.experts_per_token * hidden if shape.is_sparse(block) else 0
+    visits = shape.experts_per_token * hidden if shape.sparse[block] else 0
     dropped = 2 * hidden if shape.dropout else 0
     biases = (queries + 2 * keys) * shape.qkv_bias + hidden * shape.out_bias + (inner + hidden) * shape.mlp_bias
     gate, back = (3, 5) if shape.gated else (2, 3)
@@ -138,7 +132,8 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
         # once; the input's gradient is written, and added to the layer's.
         there, again = there + (inputs + 2 * outputs) / tp, again + (5 * inputs + 2 * outputs) / tp
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
-    hosted, later = (host.block * share * _hosted(setup) for share in (HOST_FORWARD, 1 - HOST_FORWARD))
+    launched = HOST_COMPILED if setup.compiled else 1.0
+    hosted, later = (host.block * share * launched for share in (HOST_FORWARD, 1 - HOST_FORWARD))
     both, attended = (1 + trained) * products * tokens, attention * tokens * BACKWARD_OPS
     forward = Work(products * tokens, attention * tokens, there * factor, host=hosted)
     return forward, Work(both, attended, again * factor, host=later)
@@ -161,10 +156,6 @@ def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -
     return host.whole * whole + host.selective * selective
 
 
-def _hosted(setup: Setup) -> float:
-    return HOST_COMPILED if setup.compiled else 1.0
-
-
 def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
     """Yield (rows per token, inputs, outputs) of a block's products."""
     hidden, latent = shape.hidden, shape.latent
@@ -177,7 +168,7 @@ def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
     else:
         yield 1, hidden, shape.width_q + 2 * shape.width_kv
     yield 1, shape.width_out, hidden
-    if shape.is_sparse(block):
+    if shape.sparse[block]:
         yield 1, hidden, shape.experts
     for rows, mlp in _mlps(shape, block):
         yield rows, hidden, mlp * (2 if shape.gated else 1)
@@ -195,7 +186,7 @@ def _adapted(shape: Shape) -> Iterator[tuple[int, int]]:
 
 def _mlps(shape: Shape, block: int) -> Iterator[tuple[int, int]]:
     """Yield (rows per token, width) of a block's MLPs."""
-    if not shape.is_sparse(block):
+    if not shape.sparse[block]:
         yield 1, shape.mlp_hidden
         return
     if shape.shared_hidden:

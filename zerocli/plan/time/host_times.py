@@ -46,7 +46,7 @@ class Kind:
         layers, units = model.layers, model.layers + 2  # embedding and head are launched too
         offload = read_placement(self.offload)
         setup = Setup(stage=3, ranks=1, precision=precision, offload=offload, staging_nbytes=self.staging)
-        chunks = num_chunks(shape_of(model, TOKENS).units(), setup) if "optimizer" in self.offload else 0
+        chunks = num_chunks(shape_of(model, TOKENS).units, setup) if "optimizer" in self.offload else 0
         gradients, parameters = "grads" in self.offload, "params" in self.offload
         return {
             "host_block": units,

@@ -21,7 +21,7 @@ from zerocli.plan.time.compute import UPDATE, Computed, device_seconds
 from zerocli.plan.time.hardware import Hardware, HostTimes
 from zerocli.plan.time.network import Group
 from zerocli.plan.time.schedule import UnitTimes, replay
-from zerocli.plan.time.traffic import gathered_nbytes, off_device, parameters_off_device, traffic
+from zerocli.plan.time.traffic import gathered_nbytes, off_device, share_off_device, traffic
 
 GB = 1e9
 LINK, DISK = 0.95, 0.9
@@ -77,9 +77,6 @@ class Moved:
         both = (self.up + self.down) / (2 * hardware.both_ways)
         return max(self.up, self.down, both) / (hardware.pcie * GB * LINK)
 
-    def disk_seconds(self, hardware: Hardware) -> float:
-        return self.disk / (hardware.disk * GB * DISK)
-
 
 @dataclass
 class Phase:
@@ -114,9 +111,11 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     setup = plan.setup
     first, backward, forward = _phases(plan, work, hardware)
     held = plan.num_trained / setup.tp / (setup.shards if setup.zero.optimizer else 1)
-    offloaded = sum(plan.of("optimizer_states", tier) for tier in off_device(plan))
+    offloaded = off_device(plan, "optimizer_states")
+    # An update reads and writes master and states, a gradient, and the parameter, which may be a part of the master.
+    each = 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
-    here = held * _update_nbytes(setup) / (hardware.hbm * GB * UPDATE)
+    here = held * each / (hardware.hbm * GB * UPDATE)
     if offloaded and (mine := _share_of_cpu(setup, hardware)):
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         mine *= offloaded / states
@@ -196,25 +195,18 @@ def _waited(plan: Plan, ends: int, hardware: Hardware) -> float:
     and of activation checkpoints in backward.
     """
     setup = plan.setup
-    off, held = parameters_off_device(plan), plan.of("parameters", HBM)
-    share = off / (off + held) if off else 0.0
-    checkpoints = sum(plan.of("activations", tier) for tier in off_device(plan)) / setup.local_ranks
+    share = share_off_device(plan, "parameters")
+    checkpoints = off_device(plan, "activations") / setup.local_ranks
     waited = EXPOSED_GATHERS * share * ends * setup.width / setup.tp + CHECKPOINT_WAIT * checkpoints
     return setup.accumulate * waited / (hardware.pcie * GB * LINK)
-
-
-def _update_nbytes(setup: Setup) -> int:
-    """Return what an update reads and writes per parameter: master and states, a gradient, the parameter.
-
-    Parameters that are a part of the master are read too.
-    """
-    return 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
 
 
 def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     """Return the phases: the update with the first forward, a backward, and a later forward."""
     setup = plan.setup
-    decoding = Work(moved=_encoded_numel(plan, of) * DECODING_NBYTES.get(setup.codec, 0))
+    # Frozen parameters of blocks are decoded wherever they are used.
+    encoded = max(0, plan.numel - plan.num_trained - of.ends) / setup.tp if setup.codec else 0.0
+    decoding = Work(moved=encoded * DECODING_NBYTES.get(setup.codec, 0))
     # Gradients are copied into flats or buckets in each backward, and read for their norm.
     gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
     forward = of.forward + decoding
@@ -222,37 +214,32 @@ def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     hidden = setup.batch * setup.seq * of.hidden * setup.width
     # Two sums per block and direction, and those of recomputed blocks once more.
     sums = 2 * of.layers * Group(setup.tp, setup.ranks_per_node).all_reduce(hidden, hardware)
-    repeated = setup.num_recomputed(of.layers) / of.layers
-    host = _host_moves(plan, of, hardware.host, 1 - _share_of_cpu(setup, hardware) * setup.updates_on_both)
-    head = sum(device_seconds(of.head, setup, hardware).values())
+    summed = sums * (1 + setup.blocks(of.layers).whole / of.layers)
+    cpu = _share_of_cpu(setup, hardware)
+    gathering, reducing, updating = _host_moves(plan, of, hardware.host, 1 - cpu * setup.updates_on_both)
+    head = device_seconds(of.head, setup, hardware)
     wire = Wire(plan, of, hardware)
-    every, last = float(setup.zero.parameters), _computing(backward, setup, hardware) / of.layers
+    every, last = float(setup.zero.parameters), device_seconds(backward, setup, hardware) / of.layers
     first = wire.phase(forward, sums, head, every or float(setup.zero.optimizer), 0.0, ahead=0.0, renews=1.0)
     later = wire.phase(forward, sums, head, every, 0.0, ahead=last)
-    back = wire.phase(backward, sums * (1 + repeated), 0.0, every, 1.0, ahead=head)
+    back = wire.phase(backward, summed, 0.0, every, 1.0, ahead=head)
     made = [
-        (1, forward, host.gather + host.update, sums, first),
-        (setup.accumulate, backward, host.gather + host.reduce, sums * (1 + repeated), back),
-        (setup.accumulate - 1, forward, host.gather, sums, later),
+        (1, forward, gathering + updating, sums, first, head),
+        (setup.accumulate, backward, gathering + reducing, summed, back, 0.0),
+        (setup.accumulate - 1, forward, gathering, sums, later, head),
     ]
     phases = []
-    moves = _moved(plan, plan.num_trained / setup.tp, _share_of_cpu(setup, hardware))
-    for (times, computed, hosted, exchanged, (gathered, replayed)), moved in zip(made, moves, strict=True):
+    for (times, computed, hosted, exchanged, collectives, tail), moved in zip(made, _moved(plan, cpu), strict=True):
         parts = {
-            "compute": _computing(computed, setup, hardware),
+            "compute": device_seconds(computed, setup, hardware),
             "host": computed.host + hosted,
             "tensor parallel": exchanged,
-            "collectives": gathered,
+            "collectives": collectives[0],
             "pcie": moved.pcie_seconds(hardware),
-            "nvme": moved.disk_seconds(hardware),
+            "nvme": moved.disk / (hardware.disk * GB * DISK),
         }
-        phases.append(Phase(parts, times=times, replayed=replayed))
-    phases[0].tail = phases[2].tail = head
+        phases.append(Phase(parts, tail, times, replayed=collectives[1]))
     return phases
-
-
-def _computing(work: Work, setup: Setup, hardware: Hardware) -> float:
-    return sum(device_seconds(work, setup, hardware).values())
 
 
 class Wire:
@@ -296,7 +283,7 @@ class Wire:
 
         `gathers`, `reduces` and `renews` say whether it has such collectives.
         """
-        block = (_computing(work, self._setup, self._hardware) - head + sums) / self._layers
+        block = (device_seconds(work, self._setup, self._hardware) - head + sums) / self._layers
 
         def unit(compute: float, of: UnitTimes) -> UnitTimes:
             return UnitTimes(compute, gathers * of.gather, reduces * of.reduce, reduces * of.across, renews * of.renew)
@@ -309,35 +296,18 @@ class Wire:
         return alone, replay(units[::-1] if reduces else units, buffers, ahead, self._shared)
 
 
-def _encoded_numel(plan: Plan, of: Computed) -> float:
-    """Return the frozen parameters of a rank's blocks, which are decoded wherever they are used."""
-    return max(0, plan.numel - plan.num_trained - of.ends) / plan.setup.tp if plan.setup.codec else 0.0
-
-
-@dataclass(frozen=True)
-class HostMoves:
-    """Seconds of the host for what is not on the device: in each pass, in backward, and in the update."""
-
-    gather: float
-    reduce: float
-    update: float
-
-
-def _host_moves(plan: Plan, of: Computed, host: HostTimes, device: float) -> HostMoves:
-    """Return the host's time for transfers of parameters, gradients, activation checkpoints and optimizer states, of
-    which the `device` updates this share.
+def _host_moves(plan: Plan, of: Computed, host: HostTimes, device: float) -> tuple[float, float, float]:
+    """Return the seconds of the host for what is not on the device: in each pass, in backward, and in the update, of
+    which the `device` makes this share.
     """
     units = of.layers + 2
-
-    def share(category: str) -> float:
-        off = sum(plan.of(category, tier) for tier in off_device(plan)) / plan.setup.local_ranks
-        return off / (off + plan.of(category, HBM)) if off else 0.0
-
-    kept = any(plan.of("activations", tier) for tier in off_device(plan)) * plan.setup.num_recomputed(of.layers)
-    states, gradients, parameters = map(share, ("optimizer_states", "gradients", "parameters"))
+    kept = (off_device(plan, "activations") > 0) * plan.setup.blocks(of.layers).whole
+    states, gradients, parameters = (
+        share_off_device(plan, each) for each in ("optimizer_states", "gradients", "parameters")
+    )
     through = max(states, gradients, parameters) * device  # the share of the update that passes through its slots
     transfers = num_transfers(plan.setup, states, gradients, parameters) * device
-    return HostMoves(
+    return (
         host.moved * units * parameters,
         host.reduced * units * gradients + host.kept * kept,
         (host.streamed * units + host.chunk * of.chunks) * through + host.transfer * of.chunks * transfers,
@@ -352,18 +322,16 @@ def num_transfers(setup: Setup, states: float, gradients: float, parameters: flo
     return 2 * states + gradients + (1 + setup.sizing.split_master) * parameters
 
 
-def _moved(plan: Plan, local: float, cpu: float) -> tuple[Moved, Moved, Moved]:
+def _moved(plan: Plan, cpu: float) -> tuple[Moved, Moved, Moved]:
     """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase, if the CPU
     updates this share of the offloaded states.
     """
     setup, ranks = plan.setup, plan.setup.local_ranks
     added = 1 - 1 / setup.accumulate  # share of backwards that add to gradients of earlier ones
     first, backward, forward = Moved(), Moved(), Moved()
-    elsewhere = off_device(plan)
-    offloaded = [plan.of("optimizer_states", tier) for tier in elsewhere]
-    on_cpu = cpu if any(offloaded) else 0.0
+    on_cpu = cpu if off_device(plan, "optimizer_states") else 0.0
     through = 1 - on_cpu  # the share of states, gradients and new parameters that cross the link for the update
-    for tier in elsewhere:
+    for tier in (each for each in plan.tiers if each != HBM):
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
@@ -382,10 +350,10 @@ def _moved(plan: Plan, local: float, cpu: float) -> tuple[Moved, Moved, Moved]:
             backward.disk += ranks * (read + gradients * (1 + added) + checkpoints)
             forward.disk += ranks * (read + checkpoints)
     if on_cpu:
-        share = on_cpu * local / (setup.shards if setup.zero.optimizer else 1)
-        if not any(plan.of("gradients", tier) for tier in elsewhere):
+        share = on_cpu * (plan.num_trained / setup.tp) / (setup.shards if setup.zero.optimizer else 1)
+        if not off_device(plan, "gradients"):
             first.down += share * setup.grad_width
-        if not any(plan.of("parameters", tier) for tier in elsewhere):
+        if not off_device(plan, "parameters"):
             first.up += share * setup.width
             first.down += share * setup.width * setup.sizing.split_master
     return first, backward, forward
