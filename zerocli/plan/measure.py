@@ -50,9 +50,6 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self.nbytes -= self._known.pop(key, 0)
 
-    def reset_peak(self) -> None:
-        self.peak = self.nbytes
-
 
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Return a tensor's device; a fake tensor is asked for its own record, as its `device` is an operation."""

@@ -140,24 +140,16 @@ def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizabl
         try:
             with torch.random.fork_rng(devices=()):  # a run's own random numbers stay what they are
                 return record(name, make(), setup, loss)
-        except UserError:
-            raise
-        except ValueError as error:
-            if setup.tp > 1:
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            if setup.tp > 1 and isinstance(error, ValueError):
                 raise UserError(f"--trace: {error}", hint="--tp 1") from error
-            raise _did_not_run(setup, error) from error
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
-            raise _did_not_run(setup, error) from error
+            raise UserError(
+                f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
+                hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
+            ) from error
 
     check(setup)
     return Traced(describe, setup, resizable)
-
-
-def _did_not_run(setup: Setup, error: Exception) -> UserError:
-    return UserError(
-        f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
-        hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
-    )
 
 
 def _key(setup: Setup) -> tuple[object, ...]:

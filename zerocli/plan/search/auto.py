@@ -26,7 +26,7 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.models.model import TREATED_ALIKE, Model
 from zerocli.plan.search.candidates import Candidate, judge, lightest_setups, may_fit, setups, weigh
-from zerocli.plan.search.recompute import MARGIN, choices, needed_by, whole_choices
+from zerocli.plan.search.recompute import MARGIN, choices, needed_by
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 
@@ -159,10 +159,10 @@ class _Search:
             raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
         fitting = self._checked(shown)
         if not fitting:
-            for each in sorted(self._found.values(), key=_over)[:NUM_NEAREST]:
+            for each in sorted(self._found.values(), key=Candidate.excess)[:NUM_NEAREST]:
                 self._exactly(each.setup)
             fitting = sorted(map(self._finished, (each for each in self._exact.values() if each.fits)), key=_rank)
-        nearest = fitting[0] if fitting else min(self._exact.values(), key=_over)
+        nearest = fitting[0] if fitting else min(self._exact.values(), key=Candidate.excess)
         without_margins = tuple(replace(each, hardware=self._hardware) for each in fitting)
         return Choice(without_margins, replace(nearest, hardware=self._hardware), len(self._found))
 
@@ -342,7 +342,8 @@ class _Search:
         kept, partly, whole = found
         freed = [needed_by(kept.plan) - needed_by(each.plan) for each in (partly, whole)]
         taken = [each.cost - kept.cost for each in (partly, whole)]
-        return choices(layers) if taken[0] * freed[1] <= taken[1] * freed[0] else whole_choices(layers)
+        selectively = taken[0] * freed[1] <= taken[1] * freed[0]
+        return choices(layers) if selectively else [Recompute(count) for count in range(layers + 1)]
 
     def _place(self, setup: Setup, offload: Placement | None) -> float:
         """Try the placements of a setup until one fits; return the fewest seconds found, infinity if none fits."""
@@ -435,10 +436,6 @@ def _rank(candidate: Candidate) -> tuple[int, int, int]:
     """Return the order of candidates: by seconds, and of about equal ones the roomier first."""
     plan, seconds = candidate.plan, max(candidate.cost, 1e-9)
     return round(math.log(seconds) / SAME_SECONDS), plan.needed(HBM), plan.needed("dram")
-
-
-def _over(candidate: Candidate) -> int:
-    return sum(candidate.over.values())
 
 
 def kind_of(setup: Setup) -> Key:

@@ -61,6 +61,10 @@ class Candidate:
                 found[tier] = needed - there
         return found
 
+    def excess(self) -> int:
+        """Return by how many bytes all tiers together are too small."""
+        return sum(self.over.values())
+
     @property
     def fits(self) -> bool:
         return not self.over
@@ -177,7 +181,7 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def nearest(candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate that exceeds the machine least."""
-    return min(candidates, key=lambda each: sum(each.over.values()))
+    return min(candidates, key=Candidate.excess)
 
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:

@@ -55,11 +55,6 @@ def choices(layers: int) -> list[Recompute]:
     return some + [Recompute(count, layers - count) for count in range(1, layers + 1)]
 
 
-def whole_choices(layers: int) -> list[Recompute]:
-    """Return what `--auto` chooses from where it recomputes no block selectively, from nothing to all blocks."""
-    return [Recompute(count) for count in range(layers + 1)]
-
-
 def choose_recompute(model: Model, setup: Setup, room: int) -> tuple[Recompute, str]:
     """Return the first choice whose plan leaves `MARGIN` of `room` bytes free, and the reason.
 
