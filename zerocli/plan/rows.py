@@ -58,7 +58,6 @@ class Plan:
         return tuple(dict.fromkeys((*TIERS, *(row.tier for row in self.rows))))
 
     def needed(self, tier: str) -> int:
-        """Return the bytes needed on a tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier)
 
     def of(self, category: str, tier: str = "hbm") -> int:
@@ -76,7 +75,6 @@ class Plan:
         return f"host memory while loading: {format_bytes(random)} per node, {format_bytes(read)} with --init-from"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON-able values."""
         return {
             "needed": {tier: self.needed(tier) for tier in self.tiers},
             "peaks": self.peaks,

@@ -164,12 +164,10 @@ class Shape:
 
     @cached_property
     def numel(self) -> int:
-        """Return the parameters of the whole model."""
         return sum(each.numel * times for unit, times in self.units for each in unit.parameters)
 
     @cached_property
     def trainable_numel(self) -> int:
-        """The parameters that are trained."""
         return sum(p.numel * times for unit, times in self.units for p in unit.parameters if p.trainable)
 
     @property

@@ -61,7 +61,6 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
 
 
 def plan_replayable(model: Replayable, setup: Setup) -> Plan:
-    """Return the bytes that one step of this model needs on every tier."""
     if setup.compiled:  # which takes less time, and is planned with the memory of eager blocks
         return dataclasses.replace(_plan_eager(model, dataclasses.replace(setup, compiled=False)), setup=setup)
     return _plan_eager(model, setup)

@@ -20,3 +20,5 @@ class Counted(Model):
 
     def plan(self, setup: Setup) -> Plan:
         return plan_count(self.numel, setup, self._frozen)
+
+    quick_plan = plan

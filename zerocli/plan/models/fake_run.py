@@ -378,20 +378,16 @@ def _without_memory(model: nn.Module, mode: FakeTensorMode, compute: torch.dtype
     """Replace a model's parameters and buffers by fake ones on the CPU, in the dtypes that the engine gives them."""
     widths, known = widths_of(model, compute), dict[int, torch.Tensor]()
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in known:
-                    dtype = parameter.dtype if widths[parameter.dtype] else compute
+        for table in cast(list[dict[str, torch.Tensor | None]], [module._parameters, module._buffers]):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in known:
+                    is_parameter = isinstance(tensor, nn.Parameter)
                     with mode:
-                        fake = torch.empty(parameter.shape, dtype=dtype)
-                    known[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                module._parameters[name] = known[id(parameter)]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in known:
-                    with mode:
-                        known[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-                module._buffers[name] = known[id(buffer)]
+                        narrowed = is_parameter and not widths[tensor.dtype]
+                        fake = torch.empty(tensor.shape, dtype=compute if narrowed else tensor.dtype)
+                    fake = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+                    known[id(tensor)] = fake
+                table[name] = None if tensor is None else known[id(tensor)]
 
 
 @contextlib.contextmanager

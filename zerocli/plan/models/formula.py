@@ -8,11 +8,9 @@ from dataclasses import replace
 from zerocli.config import LoraConfig
 from zerocli.layout.sizes import format_count
 from zerocli.plan.blocks.shape import Shape
-from zerocli.plan.memory.build import plan_model
-from zerocli.plan.memory.quick import quick_plan
+from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.models.model import Model
-from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import Computed, computed
 from zerocli.plan.time.hardware import HostTimes
@@ -32,11 +30,8 @@ class Formula(Model):
         active = f", {format_count(self.active_numel)} of them active" if shape.experts else ""
         self.summary = f"{self.numel:,} parameters{active} ({shape.family}, {shape.layers} x {shape.hidden})"
 
-    def plan(self, setup: Setup) -> Plan:
-        return plan_model(self.shape, setup)
-
-    def quick_plan(self, setup: Setup) -> Plan:
-        return quick_plan(replayable_shape(self.shape), setup)
+    def replayable(self, setup: Setup) -> Replayable:
+        return replayable_shape(self.shape)
 
     def computed(self, setup: Setup, host: HostTimes) -> Computed:
         return computed(self.shape, setup, host)
@@ -51,7 +46,6 @@ class Formula(Model):
         ]
 
     def adapted(self, asked: LoraConfig) -> Formula:
-        """Return this model with adapters; UserError if they are not planned for it."""
         return Formula(self.shape.adapted(asked), self._grows)
 
     def sized(self, setup: Setup, layers: int, hidden: int | None = None) -> Formula:

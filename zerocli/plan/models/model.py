@@ -6,11 +6,13 @@ reason; no other part of the plan asks which kind a model is.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
+from zerocli.plan.memory.build import check, plan_replayable
+from zerocli.plan.memory.quick import quick_plan
+from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import Computed
@@ -20,7 +22,7 @@ TREATED_ALIKE = (NOTHING, SELECTIVELY, WHOLE)
 """What may be recomputed of blocks that are all treated alike, in the order in which backward comes to such blocks."""
 
 
-class Model(ABC):
+class Model:
     """A model that can be planned."""
 
     numel: int
@@ -40,13 +42,18 @@ class Model(ABC):
     dimensions: dict[str, int] | None = None
     """Layers, hidden size and heads, if they are known."""
 
-    @abstractmethod
+    def replayable(self, setup: Setup) -> Replayable:
+        """Return the model with a setup's batch, as its steps are replayed, if they are planned."""
+        raise NotImplementedError
+
     def plan(self, setup: Setup) -> Plan:
         """Return what a step of this setup needs; UserError for an impossible setup."""
+        check(setup)
+        return plan_replayable(self.replayable(setup), setup)
 
     def quick_plan(self, setup: Setup) -> Plan:
         """Return a plan that is close to `plan`, for a search among many setups."""
-        return self.plan(setup)
+        return quick_plan(self.replayable(setup), setup)
 
     def computed(self, setup: Setup, host: HostTimes) -> Computed | None:
         """Return what a step of this setup computes; None if that is not known."""

@@ -11,11 +11,9 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING
 from zerocli.plan.blocks.program import Program
 from zerocli.plan.blocks.work import Work
-from zerocli.plan.memory.build import check, plan_replayable
-from zerocli.plan.memory.quick import quick_plan
+from zerocli.plan.memory.build import check
 from zerocli.plan.memory.replayable_program import ReplayableProgram
 from zerocli.plan.models.model import Model
-from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import HOST_COMPILED, HOST_FORWARD, USUAL, Computed, num_chunks, recomputing
 from zerocli.plan.time.hardware import HostTimes
@@ -59,7 +57,6 @@ class Traced(Model):
         self.summary = f"{self.numel:,} parameters in {len(self.program.units)} units; traced"
 
     def replayable(self, setup: Setup) -> ReplayableProgram:
-        """Return the model with a setup's batch."""
         key = _key(setup)
         if key not in self._known:
             same = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
@@ -73,13 +70,6 @@ class Traced(Model):
             return None
         one, other = (self.replayable(replace(setup, batch=each)).program for each in (below, 2 * below))
         return one.resized(other, setup.batch / below - 1)
-
-    def plan(self, setup: Setup) -> Plan:
-        check(setup)
-        return plan_replayable(self.replayable(setup), setup)
-
-    def quick_plan(self, setup: Setup) -> Plan:
-        return quick_plan(self.replayable(setup), setup)
 
     def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:
         if self._longest:

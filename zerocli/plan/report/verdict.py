@@ -89,7 +89,6 @@ OF_SETUP = ("stage", "ranks", "tp", "shard_states", "ranks_per_node", "batch", "
 
 
 def document(verdict: Verdict) -> dict[str, Any]:
-    """Return the verdict as JSON-able values."""
     model = verdict.model
     made = unplanned(verdict.name, verdict.model, verdict.hardware, verdict.notes)
     made["fits"] = verdict.fits

@@ -88,7 +88,6 @@ class Candidate:
 
 
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
-    """Return the candidate of a setup on this machine."""
     return judge(model, plan_decided(model, setup, hardware.gpu_memory), hardware)
 
 
@@ -115,7 +114,6 @@ def faster_groups(model: Model, best: Candidate, hardware: Hardware) -> Candidat
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
-    """Return the candidate of a plan on this machine."""
     work = model.computed(plan.setup, hardware.host)
     timed = None if work is None else estimate(plan, work, hardware)
     return Candidate(plan, hardware, timed)

@@ -88,7 +88,6 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
 
 
 def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
-    """Return the chunks of an update."""
     shared, chunk, found = setup.tp * (setup.shards if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
     for unit, number in units:
         trained = sum(each.numel for each in unit.parameters if each.trainable)
@@ -111,7 +110,6 @@ def model_flops(shape: Shape, seq: int, tokens: int) -> float:
 
 
 def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Work, Work]:
-    """Return the forward and backward work of one block."""
     tokens, tp, width = setup.batch * setup.seq, setup.tp, setup.width
     hidden, queries, keys = shape.hidden, shape.width_q // tp, shape.width_kv // tp
     trained = shape.trainable_numel / shape.numel  # a frozen weight has no gradient: one product less

@@ -109,7 +109,6 @@ def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kin
 
 
 def _engine(config: ModelConfig, kind: Kind, precision: str, device: torch.device) -> Engine:
-    """Return an engine of a tiny model."""
     model = build(config, TOKENS, "meta")
     return api.shard(
         *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=kind.recompute,
@@ -119,7 +118,6 @@ def _engine(config: ModelConfig, kind: Kind, precision: str, device: torch.devic
 
 
 def _step(engine: Engine, tokens: torch.Tensor) -> float:
-    """Return the seconds of a training step."""
     began = time.perf_counter()
     loss = engine(tokens, tokens)
     engine.backward(loss)
