@@ -16,7 +16,7 @@ from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
 from zerocli.plan.blocks.families import has_formula, read_shape, text_family
 from zerocli.plan.blocks.fields import NoFormula
-from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.blocks.shape import BIASES, Shape
 
 MAX_CONFIG_NBYTES = 8 << 20
 """Larger files are refused: a config.json has a few thousand bytes."""
@@ -154,7 +154,6 @@ def run_shape(config: Config) -> Shape:
 
 ALIKE = ("layers", "hidden", "heads", "vocab", "tie", "window", "window_layers")
 """Fields of a built-in model that its shape has too."""
-BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 
 
 def shape_of(model: ModelConfig, seq: int) -> Shape:

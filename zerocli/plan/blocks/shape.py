@@ -39,6 +39,8 @@ class Parameter:
         return tuple(size // tp if at == self.cut else size for at, size in enumerate(self.shape))
 
 
+BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+"""The fields that say which projections of a block have biases."""
 NORMS = {"pre": 2, "shared": 1, "parallel": 2, "post": 2, "sandwich": 4}
 """Norms of a block, by where they are.
 

@@ -35,8 +35,6 @@ from zerocli.plan.memory.step import ROUNDING, Peaks, Replay
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.setup import Setup
 
-_GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
-
 
 def check(setup: Setup) -> None:
     """Raise UserError for an impossible setup: numbers below 1, or numbers that do not divide each other."""
@@ -61,9 +59,8 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
 
 
 def plan_replayable(model: Replayable, setup: Setup) -> Plan:
-    if setup.compiled:  # which takes less time, and is planned with the memory of eager blocks
-        return dataclasses.replace(_plan_eager(model, dataclasses.replace(setup, compiled=False)), setup=setup)
-    return _plan_eager(model, setup)
+    # Compiled blocks take less time, and are planned with the memory of eager ones.
+    return dataclasses.replace(_plan_eager(model, dataclasses.replace(setup, compiled=False)), setup=setup)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,7 +158,7 @@ def _device_rows(model: Replayable, setup: Setup, peaks: Peaks, fragments: int) 
     numels = sum(numel for numel, _ in sizes), sum(numel for numel, trainable in sizes if trainable)
     formulas = {each: _states_formula(kind, *numels, setup, setup.state_width) for kind, each in STATES.items()}
     formulas |= model.formulas(setup) | {
-        "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
+        "gathered": f"{setup.gather_buffers} buffers for each size of unit, whole, {setup.width} B per parameter",
         "buffers": "reduction buckets, update slots and scratch, the gradients of the unit in backward, tables",
     }
     for each in formulas.keys() & {"gradients", "activations", "logits", "buffers"}:

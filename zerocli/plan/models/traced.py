@@ -57,7 +57,8 @@ class Traced(Model):
         self.summary = f"{self.numel:,} parameters in {len(self.program.units)} units; traced"
 
     def replayable(self, setup: Setup) -> ReplayableProgram:
-        key = _key(setup)
+        # What in a setup changes the description of a model.
+        key = (setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed)
         if key not in self._known:
             same = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
             self._known[key] = ReplayableProgram(self._interpolated(same) or self._describe(same))
@@ -140,11 +141,6 @@ def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizabl
 
     check(setup)
     return Traced(describe, setup, resizable)
-
-
-def _key(setup: Setup) -> tuple[object, ...]:
-    """Return what in a setup changes the description of a model."""
-    return setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed
 
 
 def _total(work: Iterable[Work]) -> Work:

@@ -83,12 +83,12 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
             cells.append((format_count(most) if kind == "model" else f"{most:,}") if most else "-")
         taken = budget.of(each) if budget else None
         if taken and beside:
-            cells += [_days(taken["days"]), *([_whole(taken["cost"])] if taken["cost"] else [])]
+            cells += [_whole(taken["days"]), *([_whole(taken["cost"])] if taken["cost"] else [])]
         cells += ["-"] * (len(head) - len(cells))
         rows.append([*cells, "fits" if verdict.fits else _over(each)])
         after = ""
         if taken and budget and not beside:
-            after = f"; {format_count(budget.tokens)} tokens in {_days(taken['days'])} days"
+            after = f"; {format_count(budget.tokens)} tokens in {_whole(taken['days'])} days"
             after += f", cost {_whole(taken['cost'])}" if taken["cost"] else ""
         nearest = "" if verdict.fits else "nearest is "
         arguments = _arguments(each, verdict)
@@ -219,7 +219,7 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
         cells.append("-" if timed is None else format_seconds(timed.seconds))
         if budget:
             taken = budget.of(each)
-            cells.append(_days(taken["days"]) if taken else "-")
+            cells.append(_whole(taken["days"]) if taken else "-")
         best = "fastest" if timed is not None else "first"
         word = best if each is verdict.best else "fits" if each.fits else _over(each)
         word += "".join(f", {tier} {UNKNOWN}" for tier in each.unknown if each.fits)
@@ -271,7 +271,7 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
         lines += wrap(f"{phases}; {rates}", "  ")
     if verdict.budget is not None and (taken := verdict.budget.of(best)):
         cost = f", cost {_whole(taken['cost'])} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
-        text = f"{format_count(verdict.budget.tokens)} tokens: {_days(taken['days'])} days, "
+        text = f"{format_count(verdict.budget.tokens)} tokens: {_whole(taken['days'])} days, "
         text += f"{_whole(taken['gpu_hours'])} GPU-hours"
         lines += wrap(f"{text}{cost} (by the estimate)", "  ")
     for tier, nbytes in best.unknown.items():
@@ -321,12 +321,8 @@ def _over(candidate: Candidate) -> str:
     return ", ".join(WORDS[tier] for tier in candidate.over) + " over"
 
 
-def _days(days: float) -> str:
-    return _whole(days) if days >= 100 else f"{days:.3g}"
-
-
 def _whole(number: float) -> str:
-    """Return a number without its fraction; a small one, or one that would widen its column, with three digits."""
+    """Return a number without its fraction; one below 100, or that would widen its column, with three digits."""
     return f"{number:,.0f}" if 100 <= number < LONGEST else f"{number:.3g}"
 
 

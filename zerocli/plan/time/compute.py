@@ -78,7 +78,11 @@ def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
         forward, backward = forward + there.times(number), backward + back.times(number)
         whole = max(0, min(number, recompute.whole - first))
         part = max(0, min(number, recompute.count - first)) - whole
-        again += _repeated(shape, setup, there, first).times(whole) + Work(moved=there.moved).times(part)
+        # Recomputation stops before a block's last product, whose result is not used, as a compiled block's graph does.
+        rows, mlp = list(_mlps(shape, first))[-1]
+        last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
+        again += Work(there.products - last, there.attention, there.moved).times(whole)
+        again += Work(moved=there.moved).times(part)
     hosted = recomputing(host, setup, recompute.whole, recompute.count - recompute.whole)
     forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
     operations = model_flops(shape, setup.seq, setup.batch * setup.seq * setup.accumulate * setup.dp)
@@ -135,16 +139,6 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
     both, attended = (1 + trained) * products * tokens, attention * tokens * BACKWARD_OPS
     forward = Work(products * tokens, attention * tokens, there * factor, host=hosted)
     return forward, Work(both, attended, again * factor, host=later)
-
-
-def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
-    """Return what recomputing a block runs again: all of its forward up to its last product, whose result is not used.
-
-    A compiled block's graph leaves it out as well.
-    """
-    rows, mlp = list(_mlps(shape, block))[-1]
-    last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
-    return Work(forward.products - last, forward.attention, forward.moved)
 
 
 def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -> float:

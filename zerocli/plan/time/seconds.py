@@ -96,11 +96,6 @@ class Phase:
         return max(self.parts["compute"] + self.parts["tensor parallel"], self.replayed)
 
     @property
-    def exposed(self) -> float:
-        """Seconds in which compute waits for collectives other than tensor-parallel sums."""
-        return self.computing - self.parts["compute"] - self.parts["tensor parallel"]
-
-    @property
     def seconds(self) -> float:
         transfers = max(self.parts.get(name, 0.0) for name in ("pcie", "nvme", "update"))
         return max(self.computing, transfers + self.tail if transfers else 0.0)
@@ -113,9 +108,9 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     held = plan.num_trained / setup.tp / (setup.shards if setup.zero.optimizer else 1)
     offloaded = off_device(plan, "optimizer_states")
     # An update reads and writes master and states, a gradient, and the parameter, which may be a part of the master.
-    each = 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
+    updated = 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
-    here = held * each / (hardware.hbm * GB * UPDATE)
+    here = held * updated / (hardware.hbm * GB * UPDATE)
     if offloaded and (mine := _share_of_cpu(setup, hardware)):
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         mine *= offloaded / states
@@ -126,16 +121,20 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
         here *= 1 - mine
     every = (first, backward, forward)
     parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
-    waits = here + _waited(plan, work.ends, hardware)
-    ahead = BLOCKS_AHEAD * hardware.host.block
-    forwarded, seconds = _ends(every, setup.accumulate, waits, ahead)
+    # Compute waits for transfers: of what is offloaded of the ends, and of activation checkpoints in backward.
+    waited = EXPOSED_GATHERS * share_off_device(plan, "parameters") * work.ends * setup.width / setup.tp
+    waited += CHECKPOINT_WAIT * (off_device(plan, "activations") / setup.local_ranks)
+    waits = here + setup.accumulate * waited / (hardware.pcie * GB * LINK)
+    forwarded, seconds = _ends(every, setup.accumulate, waits, BLOCKS_AHEAD * hardware.host.block)
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
     alone = min(forwarded, _together(first.computing - first.tail, first.parts["host"]) + first.tail)
     phases = {"forward": alone, "backward": seconds - forwarded, "update": forwarded - alone}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = work.operations / (seconds * setup.ranks * hardware.tflops * 1e12)
-    exposed = sum(each.exposed * each.times for each in every)
+    exposed = 0.0  # compute waits for collectives other than tensor-parallel sums
+    for each in every:
+        exposed += (each.computing - each.parts["compute"] - each.parts["tensor parallel"]) * each.times
     hidden = max(0.0, 1 - exposed / parts["collectives"]) if parts["collectives"] else 1.0
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu, hidden)
 
@@ -188,17 +187,6 @@ def _together(device: float, host: float) -> float:
     Where these are alike, each waits for the other at times: some kernels are shorter than their launch, others longer.
     """
     return float((device**OVERLAP_EXPONENT + host**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT))
-
-
-def _waited(plan: Plan, ends: int, hardware: Hardware) -> float:
-    """Return the seconds of a step in which compute waits for transfers: of the offloaded ones of `ends` parameters,
-    and of activation checkpoints in backward.
-    """
-    setup = plan.setup
-    share = share_off_device(plan, "parameters")
-    checkpoints = off_device(plan, "activations") / setup.local_ranks
-    waited = EXPOSED_GATHERS * share * ends * setup.width / setup.tp + CHECKPOINT_WAIT * checkpoints
-    return setup.accumulate * waited / (hardware.pcie * GB * LINK)
 
 
 def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
