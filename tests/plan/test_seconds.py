@@ -162,7 +162,7 @@ def test_chunks_of_a_streamed_update_cost_the_host_time():
     """Less staging makes more chunks; each has five transfers if everything is offloaded, two for states alone."""
     narrow = {"model": dataclasses.replace(MODEL, hidden=512, heads=8), "batch": 1, "seq": 128, "offload": "cpu"}
     shape = shape_of(narrow["model"], 128)
-    few, many = (num_chunks(shape.units(), Setup(**ALONE, staging_nbytes=size << 20)) for size in (512, 64))
+    few, many = (num_chunks(shape.units, Setup(**ALONE, staging_nbytes=size << 20)) for size in (512, 64))
     for offload, transfers in (("optimizer=cpu", 2), ("optimizer=cpu,grads=cpu", 3), ("cpu", 5)):
         case = narrow | {"offload": offload}
         took = {size: timed(**case, staging_nbytes=size << 20) for size in (512, 64)}

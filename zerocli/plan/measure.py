@@ -57,11 +57,6 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return found
 
 
-def in_forward() -> bool:
-    """Whether no backward is running in this thread."""
-    return bool(torch._C._current_graph_task_id() == -1)
-
-
 def update_arrays(rule: FlatOptimizer) -> tuple[int, int]:
     """Return how many fp32 arrays as long as a piece `rule` allocates at once: in the first update, and in later ones.
 

@@ -30,7 +30,7 @@ from zerocli.engine.units.unit import Unit as EngineUnit
 from zerocli.layout.recompute import WHOLE
 from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Event, Place
 from zerocli.plan.blocks.work import Work
-from zerocli.plan.measure import device_of, in_forward
+from zerocli.plan.measure import device_of
 from zerocli.plan.models.operations import work_of
 from zerocli.plan.setup import Setup
 
@@ -348,7 +348,7 @@ class _Calls(TorchFunctionMode):
         self._trace = trace
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._trace.operations > self._trace.most and in_forward():
+        if self._trace.operations > self._trace.most and torch._C._current_graph_task_id() == -1:  # not in backward
             raise TooLong(f"it has more than {self._trace.most} operations in forward")
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and self._trace.on_gpu and kwargs.get("dropout_p"):

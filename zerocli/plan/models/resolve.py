@@ -108,8 +108,7 @@ class Traces:
             return Found(**values, program=Program.of(program) if program else None)
         except (OSError, ValueError, TypeError, KeyError, LookupError, UserError):
             found = self._trace(setup)
-        values = {name: value for name, value in vars(found).items() if name != "program"}
-        values["program"] = found.program.as_dict() if found.program is not None else None
+        values = vars(found) | {"program": found.program and found.program.as_dict()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(values), sync=False)

@@ -60,6 +60,7 @@ class Traced(Model):
         # What in a setup changes the description of a model.
         key = (setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed)
         if key not in self._known:
+            check(setup)
             same = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
             self._known[key] = ReplayableProgram(self._interpolated(same) or self._describe(same))
         return self._known[key]
@@ -139,7 +140,6 @@ def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizabl
                 hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
             ) from error
 
-    check(setup)
     return Traced(describe, setup, resizable)
 
 

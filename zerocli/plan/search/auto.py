@@ -177,7 +177,8 @@ class _Search:
         def wait(candidate: Candidate, changes: int) -> None:
             heapq.heappush(waiting, (_rank(candidate), next(numbers), changes, candidate))
 
-        for each in ({key: each for key, each in self._found.items() if each.fits} | self._plain).values():
+        found = {key: each for key, each in self._found.items() if each.fits} | self._plain
+        for each in found.values():
             wait(each, 0)
         while waiting and len(fitting) < (shown if len(self._exact) < ENOUGH_EXACT_PLANS else min(shown, 2)):
             _, _, changes, candidate = heapq.heappop(waiting)
