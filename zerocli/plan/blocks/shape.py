@@ -159,11 +159,6 @@ class Shape:
         dense = set(self.dense_blocks)
         return tuple((block + 1) % self.sparse_every == 0 and block not in dense for block in range(self.layers))
 
-    @property
-    def period(self) -> int:
-        """After this many blocks their kinds repeat, except where `dense_blocks` says otherwise."""
-        return self.sparse_every if self.experts else 1
-
     @cached_property
     def numel(self) -> int:
         return sum(each.numel * times for unit, times in self.units for each in unit.parameters)

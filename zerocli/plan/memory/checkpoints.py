@@ -25,8 +25,7 @@ class Checkpoints:
         self.nbytes = 0
         """Bytes of one checkpoint, a rank's part of it."""
         self._num_near = 0
-        """Slots on the device."""
-        self._has_slots = False
+        """Slots on the device that are not there yet."""
         self._first_input: list[Storage] = []
         """The first block's input, if it needs no gradient."""
         self._in_flight: dict[int, Storage] = {}
@@ -64,9 +63,8 @@ class Checkpoints:
             self._first_input.append(x.storage)
             return
         part = -(-x.storage.nbytes // self._setup.parts)
-        if not self._has_slots:
-            self._keep_slots(self._num_near * self._slot_nbytes(HBM, part))
-            self._has_slots = True
+        self._keep_slots(self._num_near * self._slot_nbytes(HBM, part))
+        self._num_near = 0  # they stay
         if self.tiers[block] == HBM:
             return
         while len(self._in_flight) >= 2:

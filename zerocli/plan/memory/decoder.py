@@ -46,7 +46,6 @@ class Decoder(MicroStep):
         self.hidden = self.tokens * shape.hidden * self.width
         self.queries = self.tokens * (shape.width_q // self.tp) * self.width
         self.keys = self.tokens * (shape.width_kv // self.tp) * self.width
-        self.groups = shape.heads // (shape.kv_heads or shape.heads)
         windows = 1 if 0 < shape.window < setup.seq else 0
         some = windows and len(parse_ranges(shape.window_layers)) not in (0, shape.layers)
         self.masks = windows + (1 if setup.packed and (some or not windows) else 0)
@@ -343,7 +342,7 @@ class _Unit:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         setup, heads, t, queries = self.of.setup, self.shape.heads // self.tp, self.t, self.of.queries
-        masks, groups = self.of.masks, self.of.groups
+        masks, groups = self.of.masks, self.shape.heads // (self.shape.kv_heads or self.shape.heads)
         shared = self.cuda and self.width < FP32 and not masks  # kernels that read shared heads in place
         if groups > 1 and not shared:
             k, v = (t.op([each], queries, grads=[self.of.keys]) for each in (k, v))

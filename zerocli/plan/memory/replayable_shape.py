@@ -21,7 +21,8 @@ class ReplayableShape(Replayable):
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.numel, self.trainable_numel, self.units = shape.numel, shape.trainable_numel, shape.units
-        self.layers, self.period, self.kinds = shape.layers, shape.period, shape.sparse
+        self.layers, self.kinds = shape.layers, shape.sparse
+        self.period = shape.sparse_every if shape.experts else 1  # except where `dense_blocks` says otherwise
         self.rotary = shape.rotary
         self.frozen_input = not any(each.trainable for each in shape.embed_parameters())
         self.transposes = shape.family == "gpt2"

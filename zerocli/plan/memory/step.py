@@ -105,9 +105,7 @@ class Replay(Initialisation):
         self._slot_buffers: dict[buffers.SlotKey, Storage] = {}
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
-        self._checkpoints = Checkpoints(
-            self._ledger, setup, keep_slots=lambda nbytes: self._keep_bytes("activations", nbytes)
-        )
+        self._checkpoints = Checkpoints(self._ledger, setup, functools.partial(self._keep_bytes, "activations"))
         self._waiting: dict[tuple[str, int], list[Spec]] = defaultdict(list)
         self._made: Counter[tuple[str, int]] = Counter()
         """Gather buffers and buckets that are not there yet, and how many are, by name and bytes per element."""

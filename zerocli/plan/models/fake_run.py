@@ -158,7 +158,7 @@ class Trace(TorchDispatchMode):
         self._saves: Counter[int] = Counter()
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}
         """Arguments of blocks that have a gradient, by id."""
-        self._in_loss, self.operations, self._noting, self._draws = 0, 0, True, False
+        self._in_loss, self.operations, self._noting, self.draws = 0, 0, True, False
         drops = torch.autograd.graph.saved_tensors_hooks(self._saved, _never)
         with self._mode, RUNNING.of(Subscribers(_LossEvents(self))), torch.random.fork_rng(devices=()), self:
             with contextlib.nullcontext() if backward else drops, _Calls(self):
@@ -178,7 +178,7 @@ class Trace(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs)):
             self._see(tensor, None)
         out = function(*args, **kwargs)
-        kept = not self._back and not self._draws and is_kept(function, args, kwargs)
+        kept = not self._back and not self.draws and is_kept(function, args, kwargs)
         for tensor in tensors_in(out):
             self._see(tensor, kept)
         counts = work_of(function, args, kwargs, out, self._in_loss > 0)
@@ -188,15 +188,6 @@ class Trace(TorchDispatchMode):
             else:
                 self._run.work[self._part].append((self._saves[self._part], kept, counts))
         return out
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """While the body runs an operation that draws random numbers, its output is kept by no selective block."""
-        self._draws = True
-        try:
-            yield
-        finally:
-            self._draws = False
 
     def _entering(self, place: int) -> Callable[[nn.Module, Any], None]:
         return lambda module, args: self._note((ENTER, place, 0, 0))
@@ -352,8 +343,11 @@ class _Calls(TorchFunctionMode):
             raise TooLong(f"it has more than {self._trace.most} operations in forward")
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and self._trace.on_gpu and kwargs.get("dropout_p"):
-            with self._trace.drawing():
+            self._trace.draws = True  # what draws random numbers is kept by no selective block
+            try:
                 return function(*args, **(kwargs | {"dropout_p": 0.0}))
+            finally:
+                self._trace.draws = False
         return function(*args, **kwargs)
 
 
