@@ -186,7 +186,7 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
         "bf16": PRESETS[known].bf16 and not _WITHOUT_BF16.search(lowered),
     }
     for name, entry in measured.items():
-        result = entry["result"]
+        result = entry.get("result", {}) if isinstance(entry, dict) else {}
         if name == "dram_hbm" and _rate(result.get("up")):
             changes["pcie"] = min(result["up"], result.get("down", result["up"]))
             if _rate(result.get("both")):
@@ -203,7 +203,8 @@ def this_machine(facts: Mapping[str, Any], measured: Mapping[str, Any]) -> Hardw
 def rates_source(measured: Mapping[str, Any], others: str) -> str:
     """Return which rates of this machine are measured, and whose the others are, in words."""
     names = {"dram_hbm": "link", "compute": "compute"}
-    found = dict.fromkeys(names.get(name, "disk") for name, entry in measured.items() if entry["result"])
+    read = [name for name, entry in measured.items() if isinstance(entry, dict) and entry.get("result")]
+    found = dict.fromkeys(names.get(name, "disk") for name in read)
     if not found:
         return f"this machine, rates of {others}"
     return f"this machine, measured: {', '.join(found)}; other rates of {others}"
@@ -213,7 +214,7 @@ def disk_rate(measured: Mapping[str, Any]) -> float:
     """Return the measured rate of a disk that reads and writes concurrently, as a step does; 0 if nobody measured."""
     rate = 0.0
     for name, entry in measured.items():
-        result = entry["result"]
+        result = entry.get("result", {}) if isinstance(entry, dict) else {}
         if name not in ("dram_hbm", "compute") and _rate(result.get("read")) and _rate(result.get("write")):
             rate = result["both"] if _rate(result.get("both")) else min(result["read"], result["write"])
     return rate
