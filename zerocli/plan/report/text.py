@@ -350,24 +350,18 @@ def _recomputed(candidate: Candidate, model: Model) -> str:
 
 def _explain(candidate: Candidate, verdict: Verdict) -> list[str]:
     lines = wrap(f"{_arguments(candidate, verdict)}: every row (GPU: per GPU; host and nvme: per node)")
-    for line in candidate.plan.lines():
-        lines += _explained(line)
+    for text, formula in candidate.plan.table():
+        if not formula:
+            lines += wrap(text.strip(), "  ")
+            continue
+        first = f"{text}  "  # a formula is wrapped below itself
+        below = " " * len(first)
+        lines += textwrap.wrap(formula, COLUMNS, initial_indent=first, subsequent_indent=below, break_on_hyphens=False)
     if candidate.estimate is not None:
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)
         seconds = format_seconds(candidate.estimate.seconds)
         lines += wrap(f"estimated step: {seconds}; alone each would take: {parts}", "  ")
     return lines
-
-
-def _explained(line: str) -> list[str]:
-    """Return a row of the plan with its formula wrapped below itself."""
-    row = re.match(r"(  \S+ +\S+(?: \S+)* +[\d.]+ \S+  )(.+)", line)
-    if row is None:
-        return wrap(line.strip(), "  ")
-    first, formula = row.groups()
-    return textwrap.wrap(
-        formula, COLUMNS, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False
-    )
 
 
 def _max(largest: Largest) -> list[str]:
