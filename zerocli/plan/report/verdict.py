@@ -1,4 +1,4 @@
-"""The verdict of `zerocli fit`, and its JSON document; `render.py` has the text."""
+"""The verdict of `zerocli fit`, and its JSON document; `text.py` has the text."""
 
 from __future__ import annotations
 
