@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from seconds import machine_here  # noqa: E402
 
 import zerocli  # noqa: E402
+from zerocli.config import hub  # noqa: E402
 from zerocli.garbage import long_lived  # noqa: E402
 from zerocli.plan.blocks import hugging  # noqa: E402
 from zerocli.plan.models import resolve  # noqa: E402
@@ -110,8 +111,8 @@ def main(number: int, seed: int, steps: int, warmup: int, limit: float, path: st
                 **given, stage=3, ranks=1, ranks_per_node=1, device="cuda" if cuda else "cpu", clip=1.0,
                 precision="bf16" if cuda else "fp32",
             )  # fmt: skip
-            config = hugging.read_config(hugging.ConfigFile(written, {}, "drawn"))
-            with hugging.offline():
+            config = hub.read_config(hub.ConfigFile(written, {}, "drawn"))
+            with hub.offline():
                 traced = trace("drawn", functools.partial(hugging.build, config), setup, resolve.loss)
             candidate = weigh(traced, setup, hardware)
             planned = candidate.estimate

@@ -16,7 +16,7 @@ from hf_configs import CONFIGS
 from hf_drawn import draw
 
 from zerocli.cli import main as cli
-from zerocli.config import Config
+from zerocli.config import Config, hub
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.errors import ConfigError, UserError
@@ -58,7 +58,7 @@ def some(names: list[str], quick: tuple[str, ...]) -> list[Any]:
 
 def count(values: dict[str, Any]) -> int:
     """Return the parameters of transformers' own model."""
-    model = hugging.build(hugging.read_config(hugging.ConfigFile(values, {}, "config.json")))
+    model = hugging.build(hub.read_config(hub.ConfigFile(values, {}, "config.json")))
     assert all(p.is_meta for p in model.parameters())
     return sum(p.numel() for p in model.parameters())
 
@@ -126,7 +126,7 @@ def test_transformers_builds_what_a_formula_does_not_count(field, tmp_path, caps
     source = read_source(str(tmp_path / "config.json"), [], {})
     assert source.shape is None and source.file is not None and source.config.train.seq == 64
     assert count(dict(source.file.values)) > count(UNCOUNTED[field] | {field: False})
-    monkeypatch.setattr(hugging, "installed", lambda: False)
+    monkeypatch.setattr(hub, "installed", lambda: False)
     code, _, err = fit(UNCOUNTED[field], tmp_path, capsys)
     assert code == 2 and f"{field} true is not counted" in err and "zerocli[hf]" in err
 
@@ -150,7 +150,7 @@ def test_a_model_that_transformers_builds_but_cannot_run_is_refused(name):
     values, fact = CANNOT_RUN[name]
     with pytest.raises(ConfigError, match=fact):
         read_shape(values, {}, "config.json")
-    meta = hugging.build(hugging.read_config(hugging.ConfigFile(values, {}, "config.json")))
+    meta = hugging.build(hub.read_config(hub.ConfigFile(values, {}, "config.json")))
     kind: Any = type(meta)
     with pytest.raises((RuntimeError, AttributeError, NameError)):
         kind(meta.config)(input_ids=torch.zeros((1, 4), dtype=torch.int64), use_cache=False)
@@ -183,7 +183,7 @@ def test_any_config_of_a_family_is_counted_as_transformers_builds_it(family, see
 @pytest.mark.parametrize("installed", [True, False])
 @pytest.mark.parametrize("family", [["llama"], {"llama": 1}, []], ids=str)
 def test_a_model_type_of_another_type_is_refused(family, installed, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(hugging, "installed", lambda: installed)
+    monkeypatch.setattr(hub, "installed", lambda: installed)
     for more in ({}, {"text_config": {"model_type": family}}):
         code, _, err = fit(CONFIGS["llama"] | more | {"model_type": family}, tmp_path, capsys)
         assert code == 2 and f"model_type {json.dumps(family)} is not" in err
@@ -219,7 +219,7 @@ def test_a_formula_scales_and_is_replayed(name, tmp_path, capsys):
 
 def test_without_transformers_formulas_count_and_others_are_refused(monkeypatch, tmp_path, capsys):
     expected = count(CONFIGS["gemma3"]["text_config"] | {"model_type": "gemma3_text"})
-    monkeypatch.setattr(hugging, "installed", lambda: False)
+    monkeypatch.setattr(hub, "installed", lambda: False)
     code, answer, _ = fit(CONFIGS["gemma3"], tmp_path, capsys)
     assert code == 0 and answer["model"]["parameters"] == expected
     assert any("the text model alone" in note for note in answer["notes"])
@@ -250,7 +250,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path, capsys):
     code, _, err = fit({"model_type": "mine", "auto_map": {"AutoModel": "modeling.Mine"}}, tmp_path, capsys)
     assert code == 2 and "auto_map names code that comes with the model, which is not run" in err
     values = CONFIGS["gemma3"] | {"attn_implementation": "some/kernel", "auto_map": {"AutoModel": "modeling.Mine"}}
-    config = hugging.read_config(hugging.ConfigFile(values, {}, "config.json"))
+    config = hub.read_config(hub.ConfigFile(values, {}, "config.json"))
     assert hugging.build(config).config._attn_implementation in ("sdpa", "eager")
 
 
@@ -270,7 +270,7 @@ def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkey
     from zerocli.plan.models.resolve import loss
 
     monkeypatch.setattr("zerocli.plan.models.fake_run.MAX_OPERATIONS", most)
-    config = hugging.read_config(hugging.ConfigFile(CONFIGS["mamba"], {}, "config.json"))
+    config = hub.read_config(hub.ConfigFile(CONFIGS["mamba"], {}, "config.json"))
     with pytest.raises(RuntimeError, match=f"more than {most} operations"):
         record("mamba", hugging.build(config), Setup(ranks=2, stage=3, batch=2, seq=16), loss)
 
@@ -278,7 +278,7 @@ def test_a_trace_that_is_too_long_ends_with_an_error_wherever_it_is(most, monkey
 def test_sizes_that_no_model_has_are_refused():
     values = CONFIGS["mamba"] | {"num_hidden_layers": 10**9}
     with pytest.raises(ConfigError, match="num_hidden_layers 1000000000 is more than"):
-        hugging.read_config(hugging.ConfigFile(values, {}, "config.json"))
+        hub.read_config(hub.ConfigFile(values, {}, "config.json"))
 
 
 @pytest.mark.parametrize("name", some(["gemma2", "llama", "falcon-rw", "gpt_neox", "bert", "vit"], ("llama",)))
@@ -291,14 +291,14 @@ def test_a_traced_model_takes_what_the_engine_takes(name):
     from zerocli.plan.models.traced import trace
 
     deep = {key: 5 for key in ("num_hidden_layers", "num_layers", "n_layer") if key in CONFIGS[name]}
-    config = hugging.read_config(hugging.ConfigFile(CONFIGS[name] | deep, {}, "config.json"))
+    config = hub.read_config(hub.ConfigFile(CONFIGS[name] | deep, {}, "config.json"))
     asked = Setup(ranks=1, ranks_per_node=1, batch=3, seq=48, device="cpu", precision="fp32")
     traced = trace(name, lambda: hugging.build(config), asked, loss)
     for stage, recompute in ((0, False), (2, True), (3, Recompute(2, 2))):
         given = {"stage": stage, "recompute": recompute}
         with LiveBytes() as live:
             engine = Engine(hugging.build(config), Settings(**given, precision="fp32", clip=1.0, device="cpu"))
-            live.reset_peak()
+            live.peak = live.nbytes
             for _ in range(2):
                 batch = hugging.batch_of(engine.model, asked.batch, asked.seq)
                 engine.backward(hugging.loss_of(engine(**batch)))
@@ -309,7 +309,7 @@ def test_a_traced_model_takes_what_the_engine_takes(name):
 
 
 def test_a_trace_is_kept_for_its_own_batch_sequence_precision_and_device():
-    file = hugging.ConfigFile(CONFIGS["bert"], {}, "config.json")
+    file = hub.ConfigFile(CONFIGS["bert"], {}, "config.json")
     traces, asked = Traces("bert", file, Config()), Setup(batch=2, seq=16)
     others = [{"batch": 3}, {"seq": 32}, {"precision": "fp32"}, {"device": "cpu", "precision": "bf16"}]
     assert len({traces._path(dataclasses.replace(asked, **each)) for each in [{}, *others]}) == 5
@@ -337,14 +337,14 @@ def test_what_all_blocks_of_a_t5_have_is_planned_once():
     over = []
     for layers in (4, 6):
         values = CONFIGS["t5"] | {"num_layers": layers, "num_decoder_layers": layers}
-        config = hugging.read_config(hugging.ConfigFile(values, {}, "config.json"))
+        config = hub.read_config(hub.ConfigFile(values, {}, "config.json"))
         given = {"stage": 2, "precision": "fp32", "recompute": True}
         setup = Setup(ranks=1, ranks_per_node=1, batch=3, seq=48, device="cpu", **given)
         planned = trace("t5", lambda config=config: hugging.build(config), setup, loss).plan(setup).allocated
         live = LiveBytes()
         with live:
             engine = Engine(hugging.build(config), Settings(**given, clip=1.0, device="cpu"))
-            live.reset_peak()
+            live.peak = live.nbytes
             for _ in range(2):
                 engine.backward(hugging.loss_of(engine(**hugging.batch_of(engine.model, 3, 48))))
                 engine.step()

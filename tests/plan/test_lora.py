@@ -26,7 +26,7 @@ from zerocli.plan.blocks.shape import Shape
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.memory import tape
 from zerocli.plan.memory.build import plan_model
-from zerocli.plan.memory.decoder import Batch, Decoder
+from zerocli.plan.memory.decoder import Decoder
 from zerocli.plan.memory.ledger import Ledger, Storage
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.traced import trace
@@ -161,13 +161,15 @@ def saved_nbytes(block: nn.Module, x: torch.Tensor) -> int:
 def test_a_frozen_block_keeps_what_its_adapters_need(family, text, width):
     model = dataclasses.replace(SMALL, family=family, mlp_hidden=48)
     lora = asked(text if family == "llama" else text.replace("q,v", "qkv"))
-    dtype = torch.float32 if width == 4 else torch.bfloat16
+    precision, dtype = ("fp32", torch.float32) if width == 4 else ("bf16", torch.bfloat16)
     block = adapt(build(model, 8), model, lora).to(dtype).blocks[0]
     measured = saved_nbytes(block, torch.randn(2, 8, 32, dtype=dtype, requires_grad=True))
     ledger = Ledger()
     recorded = tape.Tape(ledger, lambda unit, grad: None)
-    decoder = Decoder(shape_of(model, 8).adapted(lora), Batch(2, 8, width, cuda=False))
-    decoder.block(recorded, tape.Tensor(Storage(ledger, 2 * 8 * 32 * width), tape.INPUT), 0, 1)
+    decoder = Decoder(
+        shape_of(model, 8).adapted(lora), Setup(batch=2, seq=8, precision=precision, device="cpu"), ledger
+    )
+    decoder.block(recorded, tape.Tensor(Storage(ledger, 2 * 8 * 32 * width), tape.INPUT), 0)
     kept = {id(storage): storage.nbytes for node in recorded._nodes for storage in node.saved}
     assert sum(kept.values()) == measured
 

@@ -31,7 +31,7 @@ from zerocli.plan.blocks.families import read_shape
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.measure import LiveBytes
 from zerocli.plan.memory.build import plan_model
-from zerocli.plan.memory.decoder import Batch, Decoder
+from zerocli.plan.memory.decoder import Decoder
 from zerocli.plan.memory.flats import arenas, plan_flats
 from zerocli.plan.memory.ledger import Ledger, Storage
 from zerocli.plan.memory.replayable_shape import replayable_shape
@@ -99,14 +99,14 @@ def saved_nbytes(block: torch.nn.Module, x: torch.Tensor) -> int:
 )
 def test_a_block_keeps_what_autograd_saves(changes, kv_heads, width):
     model = dataclasses.replace(SMALL, kv_heads=kv_heads, **changes)
-    dtype = torch.float32 if width == 4 else torch.bfloat16
+    precision, dtype = ("fp32", torch.float32) if width == 4 else ("bf16", torch.bfloat16)
     block = build(model, 8).to(dtype).blocks[0]
     measured = saved_nbytes(block, torch.randn(2, 8, 32, dtype=dtype, requires_grad=True))
     ledger = Ledger()
     tape = Tape(ledger, lambda unit, grad: None)
-    decoder = Decoder(shape_of(model, 8), Batch(2, 8, width, cuda=False))
+    decoder = Decoder(shape_of(model, 8), Setup(batch=2, seq=8, precision=precision, device="cpu"), ledger)
     x = Tensor(Storage(ledger, 2 * 8 * 32 * width), INPUT)
-    decoder.block(tape, x, 0, 1)
+    decoder.block(tape, x, 0)
     kept = {id(storage): storage.nbytes for node in tape._nodes for storage in node.saved}
     assert sum(kept.values()) == measured
 
@@ -115,7 +115,7 @@ def test_a_gradient_is_added_in_place_only_where_nobody_else_holds_it():
     ledger = Ledger()
     tape = Tape(ledger, lambda unit, grad: None)
     x = Tensor(Storage(ledger, 100), INPUT)
-    tail = tape.op("double", [x, x], 100, grads=[SHARED, SHARED])
+    tail = tape.op([x, x], 100, grads=[SHARED, SHARED])
     ledger.begin("backward")
     reached = tape.backward(tail.node, [Storage(ledger, 100)])
     assert [each.nbytes for each in reached] == [100]

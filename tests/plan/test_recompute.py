@@ -22,8 +22,8 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.blocks.shape import Shape
-from zerocli.plan.memory.build import plan_model
-from zerocli.plan.models import formula
+from zerocli.plan.memory.build import plan_model, plan_replayable
+from zerocli.plan.models import model as models
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.formula import Formula
 from zerocli.plan.models.traced import Traced, trace
@@ -104,9 +104,9 @@ def test_a_hundred_layers_take_two_dozen_plans(monkeypatch):
 
     def counted(*given: Any) -> Any:
         plans.append(given)
-        return plan_model(*given)
+        return plan_replayable(*given)
 
-    monkeypatch.setattr(formula, "plan_model", counted)
+    monkeypatch.setattr(models, "plan_replayable", counted)
     chosen = {room: choose_recompute(Formula(shape), setup, room * GIB)[0] for room in (16, 24, 32, 80)}
     places = [choices(100).index(each) for each in chosen.values()]
     assert places == sorted(places, reverse=True)

@@ -18,7 +18,7 @@ from zerocli.plan.memory.quick import quick_plan
 from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.setup import Setup
 from zerocli.plan.time import host_times, network, seconds
-from zerocli.plan.time.compute import computed, num_chunks, passes
+from zerocli.plan.time.compute import computed, num_chunks
 from zerocli.plan.time.hardware import HOST, PRESETS, Hardware, HostTimes, this_machine
 from zerocli.plan.time.host_times import measure_host
 from zerocli.plan.time.seconds import DISK, LINK, Estimate, Phase, estimate
@@ -92,7 +92,7 @@ def test_products_are_those_that_are_executed():
     last = 2 * 4 * hidden**2 * tokens
     for recompute, again in ((False, 0), (6, 6), (True, 24), ("selective", 0)):
         asked = Setup(**(ALONE | {"recompute": recompute}))
-        work = passes(shape_of(MODEL, 1024), asked)
+        work = computed(shape_of(MODEL, 1024), asked)
         assert work.forward.products == pytest.approx(24 * block + head)
         assert work.backward.products == pytest.approx(2 * 24 * block)
         assert work.again.products == pytest.approx(again * (block - last))
@@ -101,10 +101,10 @@ def test_products_are_those_that_are_executed():
 
 def test_experts_that_a_token_does_not_visit_cost_nothing():
     shape = dataclasses.replace(shape_of(MODEL, 1024), experts=8, experts_per_token=2, expert_hidden=8192)
-    dense = passes(shape_of(MODEL, 1024), Setup(**ALONE)).forward.products
+    dense = computed(shape_of(MODEL, 1024), Setup(**ALONE)).forward.products
     router = 2 * 24 * 8 * 2048 * 16 * 1024
     visits = 2 * 24 * 8 * 2048**2 * 16 * 1024  # of two experts as wide as the dense MLP, one is more than it has
-    assert passes(shape, Setup(**ALONE)).forward.products == pytest.approx(dense + router + visits)
+    assert computed(shape, Setup(**ALONE)).forward.products == pytest.approx(dense + router + visits)
 
 
 def test_mfu_counts_the_models_own_operations():
@@ -178,7 +178,7 @@ def test_chunks_of_a_streamed_update_cost_the_host_time():
     """Less staging makes more chunks; each has five transfers if everything is offloaded, two for states alone."""
     narrow = {"model": dataclasses.replace(MODEL, hidden=512, heads=8), "batch": 1, "seq": 128, "offload": "cpu"}
     shape = shape_of(narrow["model"], 128)
-    few, many = (num_chunks(shape.units(), Setup(**ALONE, staging_nbytes=size << 20)) for size in (512, 64))
+    few, many = (num_chunks(shape.units, Setup(**ALONE, staging_nbytes=size << 20)) for size in (512, 64))
     for offload, transfers in (("optimizer=cpu", 2), ("optimizer=cpu,grads=cpu", 3), ("cpu", 5)):
         case = narrow | {"offload": offload}
         took = {size: timed(**case, staging_nbytes=size << 20) for size in (512, 64)}

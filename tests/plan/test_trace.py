@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from zerocli.cli import main as cli
-from zerocli.config import ModelConfig, bundled, load
+from zerocli.config import ModelConfig, bundled, hub, load
 from zerocli.engine.engine import Engine
 from zerocli.engine.settings import Settings
 from zerocli.errors import UserError
 from zerocli.layout.recompute import Recompute
 from zerocli.models import build
 from zerocli.models.hugging import config_json
-from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.blocks.program import Program
 from zerocli.plan.measure import LiveBytes
@@ -170,7 +169,7 @@ def test_a_hugging_face_config_is_traced_as_the_model_it_describes(family, capsy
     code = cli.run(["fit", *words, "--trace"])
     captured = capsys.readouterr()
     # An MLP of another width is still a GPT-2 of ours; a Granite is none.
-    if family == "gpt2" or hugging.installed():
+    if family == "gpt2" or hub.installed():
         assert code == 0 and ("GraniteForCausalLM of transformers" in captured.out) == (family == "llama")
     else:
         assert code == 2 and "names none that is built in" in captured.err

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerocli.config import ModelConfig
+from zerocli.config import ModelConfig, hub
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE
 from zerocli.models import build
 from zerocli.models.loss import linear_cross_entropy
-from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.blocks.work import Work
 from zerocli.plan.models.formula import Formula
@@ -71,10 +70,10 @@ def test_operations_are_those_that_run():
     matrices = blocks + 2 * tokens * 2048 * 1000
     traced = trace("chain", lambda: chain(1), SETUP)
     for recompute, repeated in ((NOTHING, 0), (WHOLE, blocks), (SELECTIVELY, 0)):
-        passes = traced.passes(dataclasses.replace(SETUP, recompute=recompute))
+        passes = traced.computed(dataclasses.replace(SETUP, recompute=recompute))
         assert passes.forward.products == matrices and passes.backward.products == 2 * matrices
         assert passes.again.products == repeated and (passes.again.moved > 0) == bool(recompute)
-        assert traced.model_flops(dataclasses.replace(SETUP, recompute=recompute)) == 3 * matrices
+        assert passes.operations == 3 * matrices
 
 
 def test_the_host_takes_longer_for_operations_that_are_recomputed():
@@ -193,7 +192,7 @@ LLAMA_8B: dict[str, Any] = {
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not hugging.installed(), reason="needs transformers")
+@pytest.mark.skipif(not hub.installed(), reason="needs transformers")
 def test_transformers_llama_takes_what_was_measured(tmp_path):
     """benchmarks/module_speed.py, one H200: 8,158 tokens/s eager, 9,722 compiled (docs/performance.md)."""
     from zerocli.models import transformers_model

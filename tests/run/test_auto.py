@@ -102,9 +102,9 @@ def test_a_cpu_that_is_slow_in_bf16_is_planned_with_that_rate(monkeypatch):
     seconds = {}
     for precision in ("fp32", "bf16", "fp16"):
         setup = setup_of(configs.load("tiny"), precision=precision, device="cpu")
-        work = Work(products=1e12, attention=1e12)
-        seconds[precision] = device_seconds(work, setup, automatic.hardware_here((), setup, 1 << 30))
-    for kind in ("products", "attention"):
+        work, hardware = (Work(products=1e12), Work(attention=1e12)), automatic.hardware_here((), setup, 1 << 30)
+        seconds[precision] = [device_seconds(each, setup, hardware) for each in work]
+    for kind in (0, 1):
         assert seconds["bf16"][kind] / seconds["fp32"][kind] == pytest.approx(700)
         assert seconds["fp16"][kind] == pytest.approx(seconds["fp32"][kind])  # not measured: fp32's
 

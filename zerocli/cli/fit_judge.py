@@ -129,7 +129,7 @@ def _chosen(ask: Question, model: Model, setup: Setup, hardware: Hardware, notes
     change = None
     if choice.best is None and choice.nearest is not None:
         hardware = with_margins(hardware)
-        shown = [choice.nearest.on(hardware)]
+        shown = [dataclasses.replace(choice.nearest, hardware=hardware)]
         change = search.smallest_change(model, choice.nearest.setup, hardware)
         notes.append(f"sizes of memory are without what --auto leaves free: {automatic.LEFT_FREE}")
     return Verdict(model, printable(ask.source.name), hardware, shown, choice.best, change, chosen=named)

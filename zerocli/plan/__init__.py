@@ -12,20 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerocli.plan.blocks.shape import Shape as Shape
-    from zerocli.plan.memory.build import plan_model as plan_model
-    from zerocli.plan.rows import Plan as Plan
-    from zerocli.plan.rows import Row as Row
-    from zerocli.plan.setup import Setup as Setup
-
-_HOMES = {
-    "Plan": "zerocli.plan.rows",
-    "Row": "zerocli.plan.rows",
-    "Setup": "zerocli.plan.setup",
-    "Shape": "zerocli.plan.blocks.shape",
-    "plan_model": "zerocli.plan.memory.build",
-}
-__all__ = ["plan", *sorted(_HOMES)]
+    from zerocli.plan.rows import Plan
 
 
 def plan(model: Any, **settings: Any) -> Plan:
@@ -47,21 +34,13 @@ def plan(model: Any, **settings: Any) -> Plan:
     )
     setup = setup_of(source.config, **settings)
     if source.factory:
-        from zerocli.plan.blocks.factory import count_factory
+        from zerocli.plan.blocks.factory import count_both
 
-        return Counted(count_factory(source.factory)).plan(setup)
+        return Counted(count_both(source.factory)[0]).plan(setup)
     if source.shape is None:
         return Counted(source.count).plan(setup)
     lora = source.config.lora
     return Formula(source.shape.adapted(lora) if lora.rank else source.shape).plan(setup)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'zerocli.plan' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
 
 
 class _Callable(ModuleType):

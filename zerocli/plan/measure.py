@@ -50,19 +50,11 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self.nbytes -= self._known.pop(key, 0)
 
-    def reset_peak(self) -> None:
-        self.peak = self.nbytes
-
 
 def device_of(tensor: torch.Tensor) -> torch.device:
     """Return a tensor's device; a fake tensor is asked for its own record, as its `device` is an operation."""
     found: torch.device = getattr(tensor, "fake_device", None) or tensor.device
     return found
-
-
-def in_forward() -> bool:
-    """Whether no backward is running in this thread."""
-    return bool(torch._C._current_graph_task_id() == -1)
 
 
 def update_arrays(rule: FlatOptimizer) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +59,6 @@ class Plan:
         return tuple(dict.fromkeys((*TIERS, *(row.tier for row in self.rows))))
 
     def needed(self, tier: str) -> int:
-        """Return the bytes needed on a tier."""
         return sum(row.nbytes for row in self.rows if row.tier == tier)
 
     def of(self, category: str, tier: str = "hbm") -> int:
@@ -76,7 +76,6 @@ class Plan:
         return f"host memory while loading: {format_bytes(random)} per node, {format_bytes(read)} with --init-from"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON-able values."""
         return {
             "needed": {tier: self.needed(tier) for tier in self.tiers},
             "peaks": self.peaks,
@@ -89,24 +88,26 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return every row with its formula, and the peaks, as readable lines."""
-        found = []
+        return [f"{text}  {formula}" if formula else text for text, formula in self.table()]
+
+    def table(self) -> Iterator[tuple[str, str]]:
+        """Yield the lines in two parts, of which the second is a row's formula."""
         width = 1 + max(len(WORDS.get(tier, tier)) for tier in self.tiers)
         for tier in self.tiers:
             rows = [row for row in self.rows if row.tier == tier and row.nbytes]
             word = WORDS.get(tier, tier) if self.setup.device == "cuda" or tier != "hbm" else "CPU"
             for row in rows:
                 category = row.category.replace("_", " ")
-                found.append(f"  {word:<{width}}{category:<18}{format_bytes(row.nbytes):>11}  {row.formula}")
+                yield f"  {word:<{width}}{category:<18}{format_bytes(row.nbytes):>11}", row.formula
             if rows:
-                found.append(f"  {word:<{width}}{'in all':<18}{format_bytes(self.needed(tier)):>11}")
+                yield f"  {word:<{width}}{'in all':<18}{format_bytes(self.needed(tier)):>11}", ""
         if self.saved is not None and self.saved not in self.rows:
             size = format_bytes(self.saved.nbytes)
-            found.append(f"  {'disk':<{width}}{self.saved.tier:<18}{size:>11}  {self.saved.formula} (on no tier)")
+            yield f"  {'disk':<{width}}{self.saved.tier:<18}{size:>11}", f"{self.saved.formula} (on no tier)"
         if self.activations:
-            found.append(f"  activations: {self.activations}")
+            yield f"  activations: {self.activations}", ""
         if self.loading:
-            found.append(f"  {self.loading_words}")
+            yield f"  {self.loading_words}", ""
         if self.peaks:
             phases = ", ".join(f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.peaks.items())
-            found.append(f"  peak of torch's allocations by phase: {phases}; highest at: {self.moment}")
-        return found
+            yield f"  peak of torch's allocations by phase: {phases}; highest at: {self.moment}", ""

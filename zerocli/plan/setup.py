@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from offload.placement import ACTIVATIONS, HBM, Placement, Share, per_rank
+from offload.placement import HBM, Placement, per_rank
 from zerocli.config import (
     CheckpointConfig,
     Config,
@@ -145,10 +145,6 @@ class Setup(Sharding):
             hint = "True, False, selective or a number of blocks; or zerocli fit --set activations.policy=auto"
             raise UserError(str(error), hint=hint) from error
 
-    def num_recomputed(self, layers: int) -> int:
-        """Return how many of a model's blocks, the first ones, keep only their input: all they do is done again."""
-        return self.blocks(layers).whole
-
     @property
     def parts(self) -> int:
         """Number of ranks over which an activation checkpoint is divided."""
@@ -160,41 +156,34 @@ class Setup(Sharding):
         return min(self.ranks, self.ranks_per_node)
 
     @functools.cached_property
-    def num_states(self) -> int:
-        """Number of parameter-sized fp32 arrays that the optimizer keeps, without the master.
-
-        AdamW and SGD are answered without torch; other optimizers are constructed once and asked.
-        """
+    def _arrays(self) -> Arrays:
+        """What the optimizer keeps and allocates; AdamW and SGD are answered without torch."""
         name, options = self.optimizer.lower(), self.options
         if self.arrays is not None:
-            return self.arrays[0]
+            return Arrays(*self.arrays)
         if name == "adamw" and options.keys() <= {"betas", "eps"}:
-            return 2
+            return Arrays(2)
         if name == "sgd" and options.keys() <= {"momentum"}:
-            return int(options.get("momentum", 0) != 0)
-        return _count(self).states
-
-    @functools.cached_property
-    def num_temporaries(self) -> tuple[int, int]:
-        """Numbers of fp32 arrays that the optimizer allocates while it updates a piece, each as long as the piece: for
-        the first time, and later; torch's fused kernels need none."""
-        if self.arrays is not None:
-            return self.arrays[1]
-        return (0, 0) if self._has_known_update else _count(self).temporaries
+            return Arrays(int(options.get("momentum", 0) != 0))
+        found = _constructed(self.optimizer, options)
+        return found._replace(temporaries=(0, 0)) if name in ("adamw", "adam", "sgd") else found  # torch's are fused
 
     @property
-    def _has_known_update(self) -> bool:
-        """Whether an optimizer's update is known without constructing it; `arrays` are of one that updates pieces."""
-        return self.arrays is not None or self.optimizer.lower() in ("adamw", "adam", "sgd")
+    def num_states(self) -> int:
+        return self._arrays.states
 
-    @functools.cached_property
+    @property
+    def num_temporaries(self) -> tuple[int, int]:
+        return self._arrays.temporaries
+
+    @property
     def updates_whole(self) -> bool:
         """Whether the optimizer updates whole matrices, in their own shapes, not pieces of flats."""
-        return not self._has_known_update and _count(self).whole
+        return self._arrays.whole
 
     def update_operations(self, shape: Sequence[int]) -> float:
         """Return the operations of matrix products in an update of a parameter of this shape."""
-        return _count(self).operations(shape) if self.updates_whole else 0.0
+        return self._arrays.operations(shape)
 
     @property
     def state_width(self) -> int:
@@ -208,37 +197,35 @@ class Setup(Sharding):
         except ValueError as error:
             raise user_error(error) from error
 
-    def checkpoint_shares(self) -> tuple[Share, ...]:
-        """Return the tiers of the blocks' checkpoints, in order, with one rank's budgets."""
-        return self.placement().of(ACTIVATIONS)
 
-
-class _Counted(NamedTuple):
-    """What an optimizer says of itself."""
+class Arrays(NamedTuple):
+    """What an optimizer says of itself: numbers of fp32 arrays as long as the parameters, without the master."""
 
     states: int
-    temporaries: tuple[int, int]
-    whole: bool
-    operations: Callable[[Sequence[int]], float]
+    temporaries: tuple[int, int] = (0, 0)
+    """Arrays that it allocates while it updates a piece, each as long as the piece: for the first time, and later."""
+    whole: bool = False
+    """Whether it updates whole matrices, not pieces."""
+    operations: Callable[[Sequence[int]], float] = lambda shape: 0.0
+    """Returns the operations of matrix products in an update of a parameter of this shape."""
 
 
-def _count(sharding: Sharding) -> _Counted:
-    """Construct an optimizer and return how many arrays it keeps, how many an update allocates, whether it is whole."""
-    name, options = sharding.optimizer.lower(), sharding.options
-    key = (name, repr(sorted(options.items())))
-    if key not in _counted:
+def _constructed(name: str, options: Mapping[str, Any]) -> Arrays:
+    """Construct an optimizer once and return what it keeps and allocates; UserError for one that is not known."""
+    key = (name.lower(), repr(sorted(options.items())))
+    if key not in _known:
         from zerocli.engine.optimizer.rules import make_optimizer
         from zerocli.plan.measure import update_arrays
 
         try:
-            rule = make_optimizer(sharding.optimizer, options)
+            rule = make_optimizer(name, options)
         except (ValueError, TypeError) as error:
             raise UserError(str(error), hint="--set optimizer.name=adamw") from error
-        _counted[key] = _Counted(len(rule.state_names), update_arrays(rule), rule.whole, rule.operations)
-    return _counted[key]
+        _known[key] = Arrays(len(rule.state_names), update_arrays(rule), rule.whole, rule.operations)
+    return _known[key]
 
 
-_counted: dict[tuple[str, str], _Counted] = {}
+_known: dict[tuple[str, str], Arrays] = {}
 
 
 def num_checkpoints(config: Config) -> int:

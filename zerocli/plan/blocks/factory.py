@@ -59,11 +59,6 @@ def count_external(model: ModelConfig, seq: int) -> int:
     return sum(each.numel() for each in build_external(model, seq).parameters())
 
 
-def count_factory(factory: str) -> int:
-    """Return the parameters of the model that a factory builds."""
-    return count_both(factory)[0]
-
-
 def count_both(factory: str) -> tuple[int, int]:
     """Return the parameters of the model that a factory builds, and how many of them are frozen."""
     parameters = list(build_factory(factory).parameters())

@@ -10,7 +10,7 @@ from zerocli.config.hub import by_own_names
 from zerocli.errors import ConfigError, Problem, closest, quote
 from zerocli.plan.blocks import llama_like
 from zerocli.plan.blocks.fields import MAX_LAYERS, Fields, NoFormula
-from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.blocks.shape import BIASES, Shape
 
 INSTALL = "pip install 'zerocli[hf]' (every family of transformers), or zerocli fit package.module:factory --trace"
 
@@ -70,7 +70,7 @@ def _sizes(f: Fields, layers: Named, hidden: Named, heads: Named, vocab: Named) 
 
 
 def _biases(there: bool) -> dict[str, Any]:
-    return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), there)
+    return dict.fromkeys(BIASES, there)
 
 
 def _gpt2(f: Fields) -> Shape:

@@ -9,12 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from zerocli.config.hub import ConfigFile as ConfigFile
-from zerocli.config.hub import first_line as first_line
-from zerocli.config.hub import installed as installed
-from zerocli.config.hub import max_positions as max_positions
-from zerocli.config.hub import offline as offline
-from zerocli.config.hub import read_config as read_config
+from zerocli.config.hub import first_line, offline
 from zerocli.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocli import config as configs
-from zerocli.config import Config, ModelConfig
+from zerocli.config import Config, ModelConfig, hub
 from zerocli.config import file as configfile
-from zerocli.config.hub import CONFIG, config_path
 from zerocli.config.hugging import TYPES, translate
 from zerocli.errors import ConfigError, Problem, UserError
 from zerocli.layout.sizes import parse_count
-from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.families import has_formula, read_shape, text_family
 from zerocli.plan.blocks.fields import NoFormula
-from zerocli.plan.blocks.shape import Shape
+from zerocli.plan.blocks.shape import BIASES, Shape
 
 MAX_CONFIG_NBYTES = 8 << 20
 """Larger files are refused: a config.json has a few thousand bytes."""
@@ -35,7 +33,7 @@ class Source:
     count: int
     factory: str = ""
     notes: tuple[str, ...] = ()
-    file: hugging.ConfigFile | None = None
+    file: hub.ConfigFile | None = None
     """The Hugging Face config that was read."""
 
 
@@ -46,7 +44,7 @@ def read_source(source: str, sets: Sequence[str], flags: Mapping[str, object]) -
         config = configs.assemble(configfile.Document("unnamed", {}), sets, flags)
         note = "a bare count gives model states alone: activations, logits and buffers need a shape"
         return Source(source, config, None, count, notes=(note,))
-    inner = os.path.join(source, CONFIG)
+    inner = os.path.join(source, hub.CONFIG)
     if os.path.isdir(source) and os.path.isfile(inner):
         source = inner
     if source.endswith(".json"):
@@ -77,11 +75,11 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     if "model_type" not in values and isinstance(values.get("model"), dict):
         config = configs.load(path, sets, flags)
         if config.model.code == "transformers":
-            inner = _read_json(config_path(config.model.folder), (), {})
+            inner = _read_json(hub.config_path(config.model.folder), (), {})
             return dataclasses.replace(inner, name=config.name, config=config, notes=())
         return Source(config.name, config, shape_of(config.model, config.train.seq), 0)
     _refuse_shapes(sets, f"{path} says what the model is")
-    file = hugging.ConfigFile(values, places, path)
+    file = hub.ConfigFile(values, places, path)
     notes: list[str] = []
     if (shape := _formula(file)) is not None:
         shape = _as_trained(shape, file, notes)
@@ -92,7 +90,7 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
             )
     else:
         # Reading it takes seconds, for transformers and torch; a trace in the cache needs neither.
-        longest = 0 if _given("train.seq", sets, flags) else hugging.max_positions(hugging.read_config(file))
+        longest = 0 if _given("train.seq", sets, flags) else hub.max_positions(hub.read_config(file))
     name = stem or str(values["model_type"])
     config = configs.assemble(configfile.Document(name, {}), sets, flags)
     if not _given("train.seq", sets, flags):
@@ -102,18 +100,18 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     if not _given("train.batch", sets, flags):
         config = config.with_values({"train.batch": 1})
         notes.append("batch 1 (not in the file; set it with --batch)")
-    hint = " (--trace runs transformers' own model)" if hugging.installed() else ""
+    hint = " (--trace runs transformers' own model)" if hub.installed() else ""
     if shape is not None and shape.family not in TYPES:
         notes.append(f"{shape.family} is planned as zerocli would build it{hint}; transformers trains it")
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
 
 
-def _formula(file: hugging.ConfigFile) -> Shape | None:
+def _formula(file: hub.ConfigFile) -> Shape | None:
     """Return the shape of a family with a formula, None if transformers is to build the model.
 
     Without transformers the formula is all there is: what it does not know is refused.
     """
-    installed = hugging.installed()
+    installed = hub.installed()
     if installed and file.values.get("model_type") is not None and not has_formula(file.values):
         return None
     try:
@@ -124,7 +122,7 @@ def _formula(file: hugging.ConfigFile) -> Shape | None:
         return None
 
 
-def _as_trained(shape: Shape, file: hugging.ConfigFile, notes: list[str]) -> Shape:
+def _as_trained(shape: Shape, file: hub.ConfigFile, notes: list[str]) -> Shape:
     """Return the shape of a built-in family with what training reads besides its sizes: dropout and windows."""
     if file.values.get("model_type") not in TYPES:
         return shape
@@ -156,7 +154,6 @@ def run_shape(config: Config) -> Shape:
 
 ALIKE = ("layers", "hidden", "heads", "vocab", "tie", "window", "window_layers")
 """Fields of a built-in model that its shape has too."""
-BIASES = ("qkv_bias", "out_bias", "mlp_bias")
 
 
 def shape_of(model: ModelConfig, seq: int) -> Shape:

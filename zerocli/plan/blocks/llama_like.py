@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zerocli.plan.blocks.fields import MAX_LAYERS, Fields
-from zerocli.plan.blocks.shape import Latent, Shape
+from zerocli.plan.blocks.shape import BIASES, Latent, Shape
 
 
 def llama_like(
@@ -48,9 +48,9 @@ def llama_like(
     size = size or hidden // heads
     if "latent" not in more:
         f.divides("num_key_value_heads", "num_attention_heads", kv_heads, heads)
-    has = {"qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias}
     given: dict[str, Any] = {"gated": True, "norm": "rms"}
-    given |= {name: f.flag(each, biases) if isinstance(each, str) else each for name, each in has.items()}
+    for name, each in zip(BIASES, (qkv_bias, out_bias, mlp_bias), strict=True):
+        given[name] = f.flag(each, biases) if isinstance(each, str) else each
     if qk_norm:
         given |= {"q_norm": size * (heads if qk_norm == "heads" else 1)}
         given |= {"k_norm": size * (kv_heads if qk_norm == "heads" else 1)}
@@ -74,7 +74,7 @@ def _row(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: i
     return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "mlp": mlp, "vocab": vocab} | more
 
 
-NO_BIAS: dict[str, Any] = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
+NO_BIAS: dict[str, Any] = dict.fromkeys(BIASES, False)
 COHERE: dict[str, Any] = {"tie": True, "positions": 8192, "norm": "layer", "norms": "shared"}
 COHERE |= {"norm_bias": False, "mlp_bias": False}
 GEMMA: dict[str, Any] = {"tie": True, "head_dim": 256, "mlp_bias": False, "norms": "sandwich"}
@@ -99,7 +99,7 @@ LLAMA_LIKE: dict[str, dict[str, Any]] = {
     "glm4": _row(40, 4096, 32, 2, 13696, 151552, norms="sandwich", **GLM),
     "cohere2": _row(40, 8192, 64, 0, 22528, 256000, **COHERE),
     "starcoder2": _row(30, 3072, 24, 2, 12288, 49152, tie=True, positions=4096, norm="layer", gated=False)
-    | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias")
+    | dict.fromkeys(BIASES, "use_bias")
     | {"biases": True},
     "nemotron": _row(32, 6144, 48, 0, 24576, 256000, positions=4096, norm="layer", gated=False),
 }

@@ -34,6 +34,8 @@ LAST = -FIRST
 OWN = -1
 Place = tuple[int, int]
 """(parts back, storage)."""
+WORKS = ("computed", "computed_back", "repeated", "cheap")
+"""The fields of a part that are work."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Part:
     copied_nbytes: int = 0
     """Bytes of those that have a gradient, which a recomputed block keeps as it does its input; the first that has one.
     """
-    long_lived: frozenset[int] = frozenset()
+    long_lived: tuple[int, ...] = ()
     """Storages that blocks far behind use too: they stay to the end of the pass."""
     gradient: Place | None = None
     """The gradient of the input, at the end of backward; None if it has none."""
@@ -72,7 +74,7 @@ class Part:
             return None
         counts = {
             name: getattr(self, name) + (getattr(other, name) + getattr(self, name).times(-1)).times(factor)
-            for name in ("computed", "computed_back", "repeated", "cheap")
+            for name in WORKS
         }
         copied_nbytes = round(self.copied_nbytes + (other.copied_nbytes - self.copied_nbytes) * factor)
         return dataclasses.replace(self, forward=forward, backward=backward, copied_nbytes=copied_nbytes, **counts)
@@ -140,28 +142,20 @@ class Program:
         known: dict[Unit, int] = {}
         order = [known.setdefault(unit, len(known)) for unit in self.units]
         found = dataclasses.asdict(dataclasses.replace(self, units=()))
-        for part in found["parts"]:
-            part["long_lived"] = sorted(part["long_lived"])
         return found | {"units": [dataclasses.asdict(unit) for unit in known], "order": order}
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Program:
         """Return the program that `as_dict` wrote; KeyError, TypeError or ValueError for anything else."""
-        units = [
-            Unit(each["kind"], tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in each["parameters"]))
-            for each in values["units"]
-        ]
-        rest = {name: value for name, value in values.items() if name not in ("units", "order", "parts", "blocks")}
-        return Program(
-            **rest,
-            units=tuple(units[at] for at in values["order"]),
-            parts=tuple(_part(each) for each in values["parts"]),
-            blocks=tuple(tuple(each) for each in values["blocks"]),
-        )
+        values = _with_tuples(values)
+        units = [Unit(each["kind"], tuple(Parameter(**p) for p in each["parameters"])) for each in values["units"]]
+        parts = tuple(Part(**each | {name: Work(**each[name]) for name in WORKS}) for each in values["parts"])
+        rest = {name: value for name, value in values.items() if name != "order"}
+        return Program(**rest | {"units": tuple(units[at] for at in values["order"]), "parts": parts})
 
 
-def _part(values: Mapping[str, Any]) -> Part:
-    made: dict[str, Any] = {name: values[name] and tuple(values[name]) for name in ("input", "output", "gradient")}
-    made |= {name: Work(**values[name]) for name in ("computed", "computed_back", "repeated", "cheap")}
-    made |= {name: tuple(tuple(each) for each in values[name]) for name in ("forward", "backward", "arguments")}
-    return Part(**made, long_lived=frozenset(values["long_lived"]), copied_nbytes=values["copied_nbytes"])
+def _with_tuples(value: Any) -> Any:
+    """Return a JSON value with tuples in place of lists."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_with_tuples, value))
+    return {name: _with_tuples(each) for name, each in value.items()} if isinstance(value, dict) else value

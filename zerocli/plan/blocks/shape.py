@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,6 +39,8 @@ class Parameter:
         return tuple(size // tp if at == self.cut else size for at, size in enumerate(self.shape))
 
 
+BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+"""The fields that say which projections of a block have biases."""
 NORMS = {"pre": 2, "shared": 1, "parallel": 2, "post": 2, "sandwich": 4}
 """Norms of a block, by where they are.
 
@@ -150,10 +151,6 @@ class Shape:
         """Return the tokens whose rows one of `tp` ranks holds."""
         return self.vocab if self.vocab % tp else self.vocab // tp
 
-    def is_sparse(self, block: int) -> bool:
-        """Whether this block's MLP is a mixture of experts."""
-        return self.sparse[block]
-
     @cached_property
     def sparse(self) -> tuple[bool, ...]:
         """Whether the MLP of each block is a mixture of experts."""
@@ -162,20 +159,13 @@ class Shape:
         dense = set(self.dense_blocks)
         return tuple((block + 1) % self.sparse_every == 0 and block not in dense for block in range(self.layers))
 
-    @property
-    def period(self) -> int:
-        """After this many blocks their kinds repeat, except where `dense_blocks` says otherwise."""
-        return self.sparse_every if self.experts else 1
-
     @cached_property
     def numel(self) -> int:
-        """Return the parameters of the whole model."""
-        return sum(each.numel * times for unit, times in self.units() for each in unit.parameters)
+        return sum(each.numel * times for unit, times in self.units for each in unit.parameters)
 
     @cached_property
     def trainable_numel(self) -> int:
-        """The parameters that are trained."""
-        return sum(p.numel * times for unit, times in self.units() for p in unit.parameters if p.trainable)
+        return sum(p.numel * times for unit, times in self.units for p in unit.parameters if p.trainable)
 
     @property
     def trains_head(self) -> bool:
@@ -188,22 +178,19 @@ class Shape:
         one = sum(each.numel for each in self._mlp("", self.expert_hidden))
         return self.numel - sum(self.sparse) * (self.experts - self.experts_per_token) * one
 
-    def units(self) -> Iterator[tuple[Unit, int]]:
-        """Yield the units in order of use, as the engine makes them, each with its number of consecutive repeats.
+    @cached_property
+    def units(self) -> list[tuple[Unit, int]]:
+        """The units in order of use, as the engine makes them, each with its number of consecutive repeats.
 
         A tied weight is used at both ends: embedding and head are then one unit, `rest`, which comes first.
         """
-        return iter(self._units)
-
-    @cached_property
-    def _units(self) -> list[tuple[Unit, int]]:
         if self.tie:
             found = [(Unit("rest", (*self.embed_parameters(), *self.head_parameters())), 1)]
         else:
             found = [(Unit("embed", self.embed_parameters()), 1)]
         known: dict[bool, Unit] = {}
         for block, times in self.runs:
-            sparse = self.is_sparse(block)
+            sparse = self.sparse[block]
             if sparse not in known:
                 known[sparse] = Unit("block", self.block_parameters(block), sparse)
             found.append((known[sparse], times))
@@ -249,21 +236,23 @@ class Shape:
         found: list[Parameter] = []
         for index in range(NORMS[self.norms]):
             found += self._norm(f"norm{index + 1}", self.hidden)
-        found += self._latent(self.latent) if self.latent else self._qkv()
+        if self.latent:
+            found += self._latent(self.latent)
+        else:
+            found += self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)
         if self.q_norm:
             found += [Parameter("q_norm", (self.q_norm,)), Parameter("k_norm", (self.k_norm,))]
         if self.sinks:
             found.append(Parameter("sinks", (self.heads,), 0))
         found += self._linear("out", self.width_out, self.hidden, self.out_bias, cut=1)
-        found += self._experts() if self.is_sparse(block) else self._mlp("", self.mlp_hidden)
+        found += self._experts() if self.sparse[block] else self._mlp("", self.mlp_hidden)
         return (*self._frozen(found), *self._adapters())
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """Return (inputs, outputs) of a block's projections that may have adapters, by name."""
         wide = {"q": (self.hidden, self.width_q), "k": (self.hidden, self.width_kv), "v": (self.hidden, self.width_kv)}
-        wide |= {"out": (self.width_out, self.hidden)} | (
-            {"gate": (self.hidden, self.mlp_hidden)} if self.gated else {}
-        )
+        wide["out"] = (self.width_out, self.hidden)
+        wide |= {"gate": (self.hidden, self.mlp_hidden)} if self.gated else {}
         wide |= {"up": (self.hidden, self.mlp_hidden), "down": (self.mlp_hidden, self.hidden)}
         into = {name: fused for fused, names in FUSED_PROJECTIONS.get(self.family, {}).items() for name in names}
         found: dict[str, tuple[int, int]] = {}
@@ -291,9 +280,6 @@ class Shape:
         if self.experts or self.latent:
             raise UserError(f"--lora is planned for dense blocks with plain attention, and {self.family} has others")
         return dataclasses.replace(self, lora=choose(asked, self.family, self.projections(), self.layers, self.tie))
-
-    def _qkv(self) -> list[Parameter]:
-        return self._linear("qkv", self.hidden, self.width_q + 2 * self.width_kv, self.qkv_bias, cut=0)
 
     def _latent(self, latent: Latent) -> list[Parameter]:
         found = []

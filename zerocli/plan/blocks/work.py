@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 
@@ -20,16 +21,10 @@ class Work:
     """Seconds in which the host launches it."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.moved + other.moved,
-            self.calls + other.calls,
-            self.host + other.host,
-        )
+        return Work(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def times(self, number: float) -> Work:
-        return Work(*(number * each for each in (self.products, self.attention, self.moved, self.calls, self.host)))
+        return Work(*(number * each for each in vars(self).values()))
 
     def launched(self, seconds: float) -> Work:
         """Return the same work with the host's time for its calls, this many seconds each."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from offload.placement import HBM
 from zerocli.errors import DOES_NOT_FIT, UserError, user_error
@@ -35,8 +35,6 @@ from zerocli.plan.memory.step import ROUNDING, Peaks, Replay
 from zerocli.plan.rows import Plan, Row
 from zerocli.plan.setup import Setup
 
-_GATHERED = "{} buffers for each size of unit, whole, {} B per parameter"
-
 
 def check(setup: Setup) -> None:
     """Raise UserError for an impossible setup: numbers below 1, or numbers that do not divide each other."""
@@ -61,10 +59,8 @@ def plan_model(shape: Shape, setup: Setup) -> Plan:
 
 
 def plan_replayable(model: Replayable, setup: Setup) -> Plan:
-    """Return the bytes that one step of this model needs on every tier."""
-    if setup.compiled:  # which takes less time, and is planned with the memory of eager blocks
-        return dataclasses.replace(_plan_eager(model, dataclasses.replace(setup, compiled=False)), setup=setup)
-    return _plan_eager(model, setup)
+    # Compiled blocks take less time, and are planned with the memory of eager ones.
+    return dataclasses.replace(_plan_eager(model, dataclasses.replace(setup, compiled=False)), setup=setup)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,21 +83,21 @@ def plan_peaks(model: Replayable, setup: Setup, flats: Flats, peaks: Peaks) -> P
     """Return the plan of a model whose device memory has these peaks."""
     kept = saves.saved(model.numel, setup, flats, model.numel - model.trainable_numel)
     process = process_nbytes(setup, model.rotary)
-    rows = [*_device_rows(model, setup, peaks), *_host_rows(setup, flats, peaks, process)]
+    fragments = _fragments(setup, peaks)
+    rows = [*_device_rows(model, setup, peaks, fragments), *_host_rows(setup, flats, peaks, process)]
     rows += _tier_rows(setup, flats, peaks, "nvme", swap, "swap file")
     for tier in (each for each in setup.placement().tiers if each not in ("dram", "nvme")):
         rows += _tier_rows(setup, flats, peaks, tier)  # of another package: its overhead is not known
     rows += _on_nvme(kept)
     phases = {name: getattr(peaks, name).nbytes for name in ("initialisation", "first_step", "steady")}
+    initialised, built = peaks.initialisation.nbytes, peaks.built
     if setup.device == "cuda":
         workspace = constant("workspace", setup.runtime)
         phases = {name: nbytes + workspace * (name != "initialisation") for name, nbytes in phases.items()}
-    initialised, built = peaks.initialisation.nbytes, peaks.built
-    if setup.device == "cuda":
         initialised = built = process
     loading = host_nbytes(setup, flats, initialised, built, model.transposes)
-    found, trained, beyond = (setup, model.numel, tuple(rows), phases), model.trainable_numel, _fragments(setup, peaks)
-    return Plan(*found, peaks.highest.moment, saved=kept, loading=loading, trained=trained, fragments=beyond)
+    about = (setup, model.numel, tuple(rows), phases, peaks.highest.moment)
+    return Plan(*about, saved=kept, loading=loading, trained=model.trainable_numel, fragments=fragments)
 
 
 def _on_nvme(kept: Row | None) -> list[Row]:
@@ -155,20 +151,24 @@ def _states_formula(kind: str, numel: int, trained: int, setup: Setup, state_wid
     return f"{width} B x {format_count(numel if kind == 'parameters' else trained)} parameters{split}"
 
 
-def _device_rows(model: Replayable, setup: Setup, peaks: Peaks) -> list[Row]:
+def _device_rows(model: Replayable, setup: Setup, peaks: Peaks, fragments: int) -> list[Row]:
     peak = peaks.highest
-    parameters = ((each, times) for unit, times in model.units() for each in unit.parameters)
+    parameters = ((each, times) for unit, times in model.units for each in unit.parameters)
     sizes = [(math.prod(each.local(setup.tp)) * times, each.trainable) for each, times in parameters]
     numels = sum(numel for numel, _ in sizes), sum(numel for numel, trainable in sizes if trainable)
     formulas = {each: _states_formula(kind, *numels, setup, setup.state_width) for kind, each in STATES.items()}
     formulas |= model.formulas(setup) | {
-        "gathered": _GATHERED.format(setup.gather_buffers, setup.width),
+        "gathered": f"{setup.gather_buffers} buffers for each size of unit, whole, {setup.width} B per parameter",
         "buffers": "reduction buckets, update slots and scratch, the gradients of the unit in backward, tables",
     }
     for each in formulas.keys() & {"gradients", "activations", "logits", "buffers"}:
         formulas[each] += f" (at the peak: {peak.moment})"
     rows = [Row(each, "hbm", nbytes, formulas[each]) for each, nbytes in peak.held.items() if each in formulas]
-    return rows + _runtime_rows(setup, _fragments(setup, peaks))
+    if setup.device != "cuda":
+        return rows
+    runtime = {name: constant(name, setup.runtime) for name in ("context", "workspace", "nccl")}
+    runtime |= {"nccl": runtime["nccl"] * (setup.ranks > 1), "fragments": fragments}
+    return rows + [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
 
 
 def _fragments(setup: Setup, peaks: Peaks) -> int:
@@ -177,16 +177,6 @@ def _fragments(setup: Setup, peaks: Peaks) -> int:
         return 0
     beyond = peaks.reserved - peaks.highest.nbytes - constant("workspace", setup.runtime)
     return constant("fragments", setup.runtime) or max(0, beyond) + LAST_PAGES
-
-
-def _runtime_rows(setup: Setup, fragments: int) -> list[Row]:
-    if setup.device != "cuda":
-        return []
-    given = setup.runtime
-    runtime = {"context": constant("context", given), "workspace": constant("workspace", given)}
-    runtime["nccl"] = constant("nccl", given) if setup.ranks > 1 else 0
-    runtime["fragments"] = fragments
-    return [Row("runtime", "hbm", nbytes, SENTENCES[name]) for name, nbytes in runtime.items()]
 
 
 # -- the host and its disks --------------------------------------------------------------------------------------------
@@ -241,17 +231,22 @@ def _host_buffers(setup: Setup, flats: Flats, disks: list[Uses]) -> dict[str, in
     near = (HBM, "dram", "null")  # a tier of another package is assumed to be prefetched from, too
     far = flats.sizes(lambda flat: [flat.own_nbytes] * (flat.tiers["parameters"] not in near))
     budget = round_up(setup.read_ahead_nbytes, constants.PAGE_NBYTES)
+    tails = any(flat.tiers["parameters"] == "nvme" for flat in flats.distinct)  # of copies read ahead, in place
     found = {
         "arenas of parameters read ahead": min(budget, _taken(setup)(far)),
-        "staging buffers for disks, at most": _staging(setup, flats, disks),
+        "staging buffers for disks, at most": constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES * tails
+        + sum(_buffers(setup, uses) for uses in disks),
         "buffer for saving checkpoints, at most": saves.buffer(setup, flats),
     }
     if setup.device == "cuda":
-        found["page-locked buffers of the update"] = _update_pinned(setup, flats)
         trainable = [flat for flat in flats.distinct if flat.trainable]
         copies = (round_up(spec.nbytes, constants.PAGE_NBYTES) for spec in cpu_copies(trainable, setup.sizing))
         found["page-locked copies for the CPU's part of the update"] = sum(copies)
-        found["arrays of an update on the CPU"] = _update_arrays(setup, flats) if setup.updates_on_cpu else 0
+        if setup.updates_on_cpu:  # else its buffers are on the device
+            found["page-locked buffers of the update"] = _update_pinned(setup, flats)
+            rounding = ROUNDING.get(setup.precision, 0)
+            arrays = update_temporaries(trainable, setup.sizing, setup.num_temporaries[0], rounding)
+            found["arrays of an update on the CPU"] = sum(spec.nbytes for spec in arrays if spec.tier != HBM)
     return found
 
 
@@ -259,13 +254,6 @@ Transfer = tuple[int, ...]
 """The most that a transfer uses of each of its staging buffers."""
 Uses = list[tuple[list[Transfer], int]]
 """Of a tier object: transfers, and how many are in flight."""
-
-
-def _staging(setup: Setup, flats: Flats, disks: list[Uses]) -> int:
-    """Return the staging memory of a rank's disk tiers: for each tier object, what its transfers in flight use."""
-    whole = any(flat.tiers["parameters"] == "nvme" for flat in flats.distinct)
-    tails = constants.NUM_TAIL_PAGES * constants.PAGE_NBYTES if whole else 0  # of copies read ahead, in place
-    return tails + sum(_buffers(setup, uses) for uses in disks)
 
 
 def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
@@ -350,25 +338,16 @@ def _buffers(setup: Setup, uses: Uses) -> int:
 
 
 def _update_pinned(setup: Setup, flats: Flats) -> int:
-    """Return the bytes that torch's pinned allocator takes per rank for the update."""
-    total = 0
-    if setup.updates_on_cpu:  # else its buffers are on the device
-        trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
-        total += _pinned((key, spec.nbytes) for key, spec in growing_slots(trainable, setup.sizing) if spec.tier != HBM)
-        total += sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
-    return total
+    """Return the bytes that torch's pinned allocator takes per rank for the update.
 
-
-def _pinned(buffers: Iterable[tuple[SlotKey, int]]) -> int:
-    """Return what torch's pinned allocator takes for buffers, each of which replaces the one of its key.
-
-    It rounds sizes to powers of two, and keeps what is freed for a buffer of the same size.
+    It rounds sizes to powers of two. Each buffer of a slot replaces the one of its key; what is freed is kept for a
+    buffer of the same size.
     """
+    trainable = [flat for unit in flats.enough(setup.sizing) for flat in unit if flat.trainable]
+    total = sum(_power_of_two(s.nbytes) for s in update_scratch(trainable, setup.sizing) if s.tier != HBM)
     held: dict[SlotKey, int] = {}
     kept: Counter[int] = Counter()
-    total = 0
-    for key, nbytes in buffers:
-        size = _power_of_two(nbytes)
+    for key, size in ((k, _power_of_two(s.nbytes)) for k, s in growing_slots(trainable, setup.sizing) if s.tier != HBM):
         if key in held:
             kept[held[key]] += 1
         held[key] = size
@@ -377,13 +356,6 @@ def _pinned(buffers: Iterable[tuple[SlotKey, int]]) -> int:
         else:
             total += size
     return total
-
-
-def _update_arrays(setup: Setup, flats: Flats) -> int:
-    """Return the bytes that the CPU allocates while it updates a piece, beside a GPU."""
-    trainable = [flat for flat in flats.distinct if flat.trainable]
-    arrays = update_temporaries(trainable, setup.sizing, setup.num_temporaries[0], ROUNDING.get(setup.precision, 0))
-    return sum(spec.nbytes for spec in arrays if spec.tier != HBM)
 
 
 def _power_of_two(nbytes: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload.placement import HBM
+from offload.placement import ACTIVATIONS, HBM
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.layout import constants
 from zerocli.plan.memory.ledger import Ledger, Storage
@@ -25,8 +25,7 @@ class Checkpoints:
         self.nbytes = 0
         """Bytes of one checkpoint, a rank's part of it."""
         self._num_near = 0
-        """Slots on the device."""
-        self._has_slots = False
+        """Slots on the device that are not there yet."""
         self._first_input: list[Storage] = []
         """The first block's input, if it needs no gradient."""
         self._in_flight: dict[int, Storage] = {}
@@ -40,7 +39,7 @@ class Checkpoints:
         With a `frozen_input`, one that is computed from frozen parameters, the first block's takes no slot.
         """
         self.nbytes = part
-        for share in self._setup.checkpoint_shares():
+        for share in self._setup.placement().of(ACTIVATIONS):
             each = self._slot_nbytes(share.tier, part)
             left = count - len(self.tiers)
             number = left if share.budget is None else min(left, share.budget // each)
@@ -64,9 +63,8 @@ class Checkpoints:
             self._first_input.append(x.storage)
             return
         part = -(-x.storage.nbytes // self._setup.parts)
-        if not self._has_slots:
-            self._keep_slots(self._num_near * self._slot_nbytes(HBM, part))
-            self._has_slots = True
+        self._keep_slots(self._num_near * self._slot_nbytes(HBM, part))
+        self._num_near = 0  # they stay
         if self.tiers[block] == HBM:
             return
         while len(self._in_flight) >= 2:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from offload.placement import KINDS, Spill
 from zerocli.errors import DOES_NOT_FIT, UserError
@@ -14,19 +14,13 @@ from zerocli.layout import buffers, constants
 from zerocli.layout.codecs import is_encoded
 from zerocli.layout.flats import FlatSpec, Sizing, align_of, flat_spec, in_rooms, place_alike
 from zerocli.layout.shards import lay_out
-from zerocli.plan.blocks.shape import Parameter, Unit
+from zerocli.plan.blocks.shape import Parameter, Shape, Unit
+from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.setup import Setup
 
 T = TypeVar("T")
 WHOLE = 2
 """Added to the optimizer group of parameters that are replicated over tensor-parallel ranks."""
-
-
-class HasUnits(Protocol):
-    """A model whose parameters are known by unit."""
-
-    def units(self) -> Iterator[tuple[Unit, int]]:
-        """Yield the units in the engine's order, each with its number of consecutive repeats."""
 
 
 class Flats(list[FlatSpec]):
@@ -99,19 +93,18 @@ class Flats(list[FlatSpec]):
         return chosen
 
 
-def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
-    """Return a rank's flats of all units in the engine's order; raise UserError if no budget is left for a piece."""
+def plan_flats(model: Shape | Replayable, setup: Setup) -> Flats:
+    """Return the first rank's flats of all units in the engine's order; UserError if no budget is left for a piece."""
     sizing = setup.sizing
     placement = setup.placement()
     spills = {kind: Spill(kind, placement.of(kind)) for kind in KINDS}
     flats = Flats()
-    units = list(model.units())  # of equal ones each is the same object
     members: dict[int, list[FlatSpec]] = {}
     known: dict[tuple[int, str], tuple[FlatSpec, ...]] = {}
     try:
-        for unit, times in units:
+        for unit, times in model.units:  # of equal ones each is the same object
             if id(unit) not in members:
-                members[id(unit)] = _flats_of(unit, setup, rank)
+                members[id(unit)] = _flats_of(unit, setup)
             for placed, number in place_alike(members[id(unit)], times, spills, sizing):
                 tiers = str([flat.tiers for flat in placed])
                 flats.add(known.setdefault((id(unit), tiers), tuple(placed)), number)
@@ -125,24 +118,19 @@ def plan_flats(model: HasUnits, setup: Setup, rank: int = 0) -> Flats:
     return shared
 
 
-def _kinds(unit: Unit, setup: Setup) -> dict[tuple[bool, int, str], list[Parameter]]:
-    """Return a unit's parameters by (trainable, bytes per element, codec): each kind has a flat."""
+def _flats_of(unit: Unit, setup: Setup) -> list[FlatSpec]:
+    """Return the flats of one unit: trainable parameters apart from frozen ones, each dtype and codec by itself."""
     kinds: dict[tuple[bool, int, str], list[Parameter]] = {}
     for parameter in unit.parameters:
         block = unit.kind == "block" and not parameter.trainable
         encoded = block and is_encoded(parameter.name, parameter.shape)
         key = (parameter.trainable, parameter.width or setup.width, setup.codec if encoded else "")
         kinds.setdefault(key, []).append(parameter)
-    return kinds
-
-
-def _flats_of(unit: Unit, setup: Setup, rank: int) -> list[FlatSpec]:
-    """Return the flats of one unit: trainable parameters apart from frozen ones, each dtype by itself."""
     found = []
-    for (trainable, width, codec), members in _kinds(unit, setup).items():
+    for (trainable, width, codec), members in kinds.items():
         places = [(p.name, p.local(setup.tp), _group(p, setup.tp) if trainable else 0) for p in members]
         layout = lay_out(places, setup.shards, align_of(codec))
-        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.shards, rank, trainable, codec))
+        found.append(flat_spec(unit.kind, layout, width, setup.zero, setup.shards, 0, trainable, codec))
     return found
 
 

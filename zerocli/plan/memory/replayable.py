@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from zerocli.plan.blocks.shape import Unit
 from zerocli.plan.memory.ledger import Ledger
@@ -52,6 +52,8 @@ class Replayable(ABC):
 
     numel: int
     trainable_numel: int
+    units: Sequence[tuple[Unit, int]]
+    """In the engine's order, each with its number of consecutive repeats."""
     layers: int
     """Blocks that may be recomputed, in the order in which they are called."""
     period: int
@@ -63,10 +65,6 @@ class Replayable(ABC):
     rotary: bool
     transposes: bool
     """Whether matrices of its files are transposed as they are loaded."""
-
-    @abstractmethod
-    def units(self) -> Iterator[tuple[Unit, int]]:
-        """Yield the units in the engine's order, each with its number of consecutive repeats."""
 
     @abstractmethod
     def unit(self, block: int) -> int:
@@ -84,9 +82,9 @@ class Replayable(ABC):
     def tables(self, setup: Setup) -> list[int]:
         """Return the bytes of the model's own buffers."""
 
-    @abstractmethod
     def check(self, setup: Setup) -> None:
         """Raise UserError for a setup that the model cannot have."""
+        return
 
     @abstractmethod
     def formulas(self, setup: Setup) -> dict[str, str]:

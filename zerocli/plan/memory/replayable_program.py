@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Part, Place, Program
-from zerocli.plan.blocks.shape import Unit
 from zerocli.plan.memory.ledger import Ledger, Storage
 from zerocli.plan.memory.replayable import Enter, Mark, MicroStep, Replayable
 from zerocli.plan.memory.tape import BACKWARD, FORWARD, Node, Tape, Tensor
@@ -27,6 +26,7 @@ class ReplayableProgram(Replayable):
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.units = [(unit, sum(1 for _ in alike)) for unit, alike in itertools.groupby(program.units)]
         sizes = [(each.numel, each.trainable) for unit in program.units for each in unit.parameters]
         self.numel = sum(numel for numel, _ in sizes)
         self.trainable_numel = sum(numel for numel, trainable in sizes if trainable)
@@ -35,10 +35,6 @@ class ReplayableProgram(Replayable):
         self.period = next(n for n in (*range(1, MOST_PERIOD), self.layers or 1) if _repeats(self.kinds, n))
         first = program.parts[program.blocks[0][1]] if program.blocks else None
         self.frozen_input = first is not None and first.gradient is None
-
-    def units(self) -> Iterator[tuple[Unit, int]]:
-        for unit, alike in itertools.groupby(self.program.units):
-            yield unit, sum(1 for _ in alike)
 
     def unit(self, block: int) -> int:
         return self.program.blocks[block][0]
@@ -55,9 +51,6 @@ class ReplayableProgram(Replayable):
 
     def tables(self, setup: Setup) -> list[int]:
         return [self.program.buffers] if self.program.buffers else []
-
-    def check(self, setup: Setup) -> None:
-        pass
 
     def formulas(self, setup: Setup) -> dict[str, str]:
         tokens = f"{setup.batch} x {setup.seq} tokens"
@@ -148,7 +141,7 @@ class _ProgramMicroStep(MicroStep):
         out = self._find(live, number, *part.output) if part.output is not None else None
         node, before = None, x.node  # the node must not hold `x`, whose storage may go before backward
         if part.backward or before is not None:
-            node, hand_over = tape.record("part", [x]), tape.hand_over
+            node, hand_over = tape.record([x]), tape.hand_over
             node.needs = True
             if tape.keep:  # else nothing ever runs it, and it would hold what this refers to
                 node.backward = lambda incoming: self._backward(hand_over, part, number, unit, incoming, saved, before)

@@ -99,9 +99,7 @@ class Replay(Initialisation):
         self._slot_buffers: dict[buffers.SlotKey, Storage] = {}
         self._tied: list[Storage] = []
         """The head's part of a tied weight's gradient, which autograd keeps until the embedding's part arrives."""
-        self._checkpoints = Checkpoints(
-            self._ledger, setup, keep_slots=lambda nbytes: self._keep_bytes("activations", nbytes)
-        )
+        self._checkpoints = Checkpoints(self._ledger, setup, functools.partial(self._keep_bytes, "activations"))
         self._waiting: dict[tuple[str, int], list[Spec]] = defaultdict(list)
         self._made: Counter[tuple[str, int]] = Counter()
         """Gather buffers and buckets that are not there yet, and how many are, by name and bytes per element."""
@@ -158,14 +156,11 @@ class Replay(Initialisation):
             self._lead = 1
         self._ledger.begin("a step")
         self._step()
-        gradients = self._flats.total(self._grads_of)
+        # Wherever they rest.
+        gradients = self._flats.total(lambda flat: flat.trainable and buffers.gradients(flat, self._sizing).nbytes)
         both, rest = self._ledger.peak.nbytes, self._ledger.without_gradients
         offloaded, nbytes = dict(self._checkpoints.offloaded), self._checkpoints.nbytes
         return StepPeak(rest, both if self._frees_grads else rest + gradients, gradients, offloaded, nbytes)
-
-    def _grads_of(self, flat: FlatSpec) -> int:
-        """Return the bytes of a flat's gradients, wherever they rest."""
-        return buffers.gradients(flat, self._sizing).nbytes if flat.trainable else 0
 
     def _keep_slots(self) -> None:
         """Allocate the update's slots, which grow with the chunks of the first update."""
@@ -209,10 +204,7 @@ class Replay(Initialisation):
         self._entering = first and self._updates_pending
         x = self._forward(tape, step)
         ledger.moment = "head and loss"
-
-        def mark(x: Tensor, moment: str, unit: int) -> None:
-            self._mark(tape, x, moment, unit, before=self._unit_before(model.layers))
-
+        mark = functools.partial(self._mark, tape, before=self._unit_before(model.layers))
         loss = step.end(tape, x, self._enter, mark)
         del x, step
         ledger.moment = "backward of the head"
@@ -341,7 +333,7 @@ class Replay(Initialisation):
         """
         if x.node is None:  # no gradient comes here: what made it is frozen
             return
-        node = tape.record(moment, [x])
+        node = tape.record([x])
 
         def reached(gradient: list[Storage]) -> list[Storage]:
             self._ledger.moment = moment

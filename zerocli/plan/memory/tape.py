@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from zerocli.plan.memory.ledger import Ledger, Storage
 
@@ -20,43 +21,36 @@ SHARED = -1
 """Stands for a gradient that is the incoming one, passed on without a copy."""
 
 
+@dataclass(slots=True, eq=False)
 class Tensor:
     """A view of a storage, and the node that made it (None: it needs no gradient)."""
 
-    __slots__ = ("node", "storage")
-
-    def __init__(self, storage: Storage, node: Node | None = None) -> None:
-        self.storage, self.node = storage, node
+    storage: Storage
+    node: Node | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """One recorded operation."""
 
-    __slots__ = (
-        *("backward", "collects", "edges", "grads", "holds_view", "incoming", "label", "last", "needs", "params"),
-        *("product", "saved", "temporary", "unit"),
-    )
-
-    def __init__(self) -> None:
-        self.label = ""
-        self.saved: list[Storage] = []
-        self.edges: list[Node | None] = []
-        self.grads: Sequence[int] = ()
-        self.temporary = 0
-        self.last = 0
-        """Bytes that are allocated for a moment once all gradients are there: sums that make up a bias's gradient."""
-        self.params: Sequence[int] = ()
-        self.unit = 0
-        self.product = False
-        self.collects = False
-        """Whether incoming gradients belong to different outputs (a split) and are not summed."""
-        self.incoming: list[Storage] = []
-        self.holds_view = False
-        """Whether the gradient that has come is a view, as a product's is: autograd does not add to it in place."""
-        self.needs = False
-        """Whether its backward needs a tensor that it saved."""
-        self.backward: Callable[[list[Storage]], list[Storage]] | None = None
-        """Replaces the default backward: takes the output's gradient from the list, returns the input's."""
+    edges: list[Node | None] = field(default_factory=list)
+    grads: Sequence[int] = ()
+    temporary: int = 0
+    params: Sequence[int] = ()
+    unit: int = 0
+    product: bool = False
+    last: int = 0
+    """Bytes that are allocated for a moment once all gradients are there: sums that make up a bias's gradient."""
+    saved: list[Storage] = field(default_factory=list)
+    needs: bool = False
+    """Whether its backward needs a tensor that it saved."""
+    collects: bool = False
+    """Whether incoming gradients belong to different outputs (a split) and are not summed."""
+    incoming: list[Storage] = field(default_factory=list)
+    holds_view: bool = False
+    """Whether the gradient that has come is a view, as a product's is: autograd does not add to it in place."""
+    backward: Callable[[list[Storage]], list[Storage]] | None = None
+    """Replaces the default backward: takes the output's gradient from the list, returns the input's."""
 
 
 class Tape:
@@ -101,7 +95,6 @@ class Tape:
 
     def op(
         self,
-        label: str,
         inputs: Sequence[Tensor],
         nbytes: int,
         saved: Sequence[Storage] = (),
@@ -124,7 +117,7 @@ class Tape:
         node = None
         out = self.new(nbytes) if late else None
         if params or any(each.node is not None for each in inputs):
-            node = self.record(label, inputs, saved, grads, backward_temporary, params, unit)
+            node = self.record(inputs, saved, grads, backward_temporary, params, unit)
         scratch = self.new(temporary) if temporary and not output_first else None
         if out is None:
             out = self.product(nbytes) if product else self.new(nbytes)
@@ -138,7 +131,6 @@ class Tape:
 
     def record(
         self,
-        label: str,
         inputs: Sequence[Tensor],
         saved: Sequence[Storage] = (),
         grads: Sequence[int] = (),
@@ -147,10 +139,8 @@ class Tape:
         unit: int = 0,
     ) -> Node:
         """Record a node without an output of its own."""
-        node = Node()
-        node.label, node.temporary, node.params, node.unit = label, backward_temporary, params, unit
-        node.edges = [each.node for each in inputs]
-        node.grads = grads or [each.storage.nbytes for each in inputs]
+        grads = grads or [each.storage.nbytes for each in inputs]
+        node = Node([each.node for each in inputs], grads, backward_temporary, params, unit)
         if saved:
             node.needs = True
             self.num_saved += len(saved)
@@ -163,29 +153,23 @@ class Tape:
         """Return a view whose parts' gradients are concatenated into one of `nbytes`."""
         if source.node is None:
             return source
-        node = self.record("join gradients", [source], grads=[nbytes])
+        node = self.record([source], grads=[nbytes])
         node.collects = True
         return Tensor(source.storage, node)
 
-    def backward(self, root: Node, gradient: list[Storage]) -> list[Storage]:
+    def backward(self, root: Node, gradient: list[Storage], up_to_saved: bool = False) -> list[Storage]:
         """Run backward from `root`, taking its gradient out of the list, so that the tape holds the only reference.
 
-        Returns the gradient of the tape's input, if there is one.
+        Returns the gradient of the tape's input, if there is one. With `up_to_saved` it stops before the first
+        operation that needs a saved tensor, and returns the gradients that are there then too.
         """
         root.incoming.append(gradient.pop())
         reached: list[Storage] = []
         while self._nodes:
-            node = self._nodes.pop()
-            if node.incoming:
-                self._run(node, reached)
-        return reached
-
-    def _before_saved(self, root: Node, gradient: Storage) -> list[Storage]:
-        """Run backward up to the first operation that needs a saved tensor; return the gradients that it has then."""
-        root.incoming.append(gradient)
-        reached: list[Storage] = []
-        while self._nodes and not (self._nodes[-1].incoming and (self._nodes[-1].needs or self._nodes[-1].params)):
-            node = self._nodes.pop()
+            node = self._nodes[-1]
+            if up_to_saved and node.incoming and (node.needs or node.params):
+                break
+            self._nodes.pop()
             if node.incoming:
                 self._run(node, reached)
         found = [each for node in self._nodes for each in node.incoming]
@@ -211,7 +195,7 @@ class Tape:
         first.outputs = [] if selective else None
         entry = INPUT if x.node is not None else None
         end = run(first, Tensor(x.storage, entry))
-        out, end_node = Tensor(end.storage, self.record("recompute", [x])), end.node
+        out, end_node = Tensor(end.storage, self.record([x])), end.node
         del end
         if first.outputs is not None:
             first.outputs = [each for each in first.outputs if each[0] < first.num_saved]
@@ -221,7 +205,7 @@ class Tape:
             again = Tape(self.ledger, self.hand_over, thread=BACKWARD)
             again.last_save, again.outputs, again.whole = first.num_saved, first.outputs, whole
             source = bring_back()
-            made = first._before_saved(end_node, gradient[0]) if gathered and end_node is not None else []
+            made = first.backward(end_node, [*gradient], up_to_saved=True) if gathered and end_node is not None else []
             root = run(again, Tensor(source, entry)).node
             assert root is not None
             made.clear()

@@ -30,7 +30,7 @@ from zerocli.engine.units.unit import Unit as EngineUnit
 from zerocli.layout.recompute import WHOLE
 from zerocli.plan.blocks.program import ALLOCATE, ENTER, FIRST, FREE, GRADIENT, LAST, OWN, SAVE, Event, Place
 from zerocli.plan.blocks.work import Work
-from zerocli.plan.measure import device_of, in_forward
+from zerocli.plan.measure import device_of
 from zerocli.plan.models.operations import work_of
 from zerocli.plan.setup import Setup
 
@@ -158,7 +158,7 @@ class Trace(TorchDispatchMode):
         self._saves: Counter[int] = Counter()
         self._given: dict[int, weakref.ref[torch.Tensor]] = {}
         """Arguments of blocks that have a gradient, by id."""
-        self._in_loss, self.operations, self._noting, self._draws = 0, 0, True, False
+        self._in_loss, self.operations, self._noting, self.draws = 0, 0, True, False
         drops = torch.autograd.graph.saved_tensors_hooks(self._saved, _never)
         with self._mode, RUNNING.of(Subscribers(_LossEvents(self))), torch.random.fork_rng(devices=()), self:
             with contextlib.nullcontext() if backward else drops, _Calls(self):
@@ -178,7 +178,7 @@ class Trace(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs)):
             self._see(tensor, None)
         out = function(*args, **kwargs)
-        kept = not self._back and not self._draws and is_kept(function, args, kwargs)
+        kept = not self._back and not self.draws and is_kept(function, args, kwargs)
         for tensor in tensors_in(out):
             self._see(tensor, kept)
         counts = work_of(function, args, kwargs, out, self._in_loss > 0)
@@ -188,15 +188,6 @@ class Trace(TorchDispatchMode):
             else:
                 self._run.work[self._part].append((self._saves[self._part], kept, counts))
         return out
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """While the body runs an operation that draws random numbers, its output is kept by no selective block."""
-        self._draws = True
-        try:
-            yield
-        finally:
-            self._draws = False
 
     def _entering(self, place: int) -> Callable[[nn.Module, Any], None]:
         return lambda module, args: self._note((ENTER, place, 0, 0))
@@ -348,12 +339,15 @@ class _Calls(TorchFunctionMode):
         self._trace = trace
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._trace.operations > self._trace.most and in_forward():
+        if self._trace.operations > self._trace.most and torch._C._current_graph_task_id() == -1:  # not in backward
             raise TooLong(f"it has more than {self._trace.most} operations in forward")
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and self._trace.on_gpu and kwargs.get("dropout_p"):
-            with self._trace.drawing():
+            self._trace.draws = True  # what draws random numbers is kept by no selective block
+            try:
                 return function(*args, **(kwargs | {"dropout_p": 0.0}))
+            finally:
+                self._trace.draws = False
         return function(*args, **kwargs)
 
 
@@ -378,20 +372,16 @@ def _without_memory(model: nn.Module, mode: FakeTensorMode, compute: torch.dtype
     """Replace a model's parameters and buffers by fake ones on the CPU, in the dtypes that the engine gives them."""
     widths, known = widths_of(model, compute), dict[int, torch.Tensor]()
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in known:
-                    dtype = parameter.dtype if widths[parameter.dtype] else compute
+        for table in cast(list[dict[str, torch.Tensor | None]], [module._parameters, module._buffers]):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) not in known:
+                    is_parameter = isinstance(tensor, nn.Parameter)
                     with mode:
-                        fake = torch.empty(parameter.shape, dtype=dtype)
-                    known[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                module._parameters[name] = known[id(parameter)]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                if id(buffer) not in known:
-                    with mode:
-                        known[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-                module._buffers[name] = known[id(buffer)]
+                        narrowed = is_parameter and not widths[tensor.dtype]
+                        fake = torch.empty(tensor.shape, dtype=compute if narrowed else tensor.dtype)
+                    fake = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+                    known[id(tensor)] = fake
+                table[name] = None if tensor is None else known[id(tensor)]
 
 
 @contextlib.contextmanager

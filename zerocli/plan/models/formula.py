@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zerocli.config import LoraConfig
 from zerocli.layout.sizes import format_count
 from zerocli.plan.blocks.shape import Shape
-from zerocli.plan.memory.build import plan_model
-from zerocli.plan.memory.quick import quick_plan
+from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.memory.replayable_shape import replayable_shape
 from zerocli.plan.models.model import Model
-from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import Computed, computed
 from zerocli.plan.time.hardware import HostTimes
 
 
-@dataclass(frozen=True)
 class Formula(Model):
     """A decoder of this shape."""
 
-    shape: Shape
-    grows: bool = True
-    """Whether a table of learned positions is as long as the sequence, as in built-in models."""
     resizable = True
 
-    @property
-    def numel(self) -> int:
-        return self.shape.numel
+    def __init__(self, shape: Shape, grows: bool = True) -> None:
+        """With `grows` a table of learned positions is as long as the sequence, as in built-in models."""
+        self.shape, self._grows = shape, grows
+        self.numel, self.trainable_numel, self.active_numel = shape.numel, shape.trainable_numel, shape.active_numel
+        self.blocks, self.family = shape.layers, shape.family
+        self.dimensions = {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads}
+        active = f", {format_count(self.active_numel)} of them active" if shape.experts else ""
+        self.summary = f"{self.numel:,} parameters{active} ({shape.family}, {shape.layers} x {shape.hidden})"
 
-    @property
-    def trainable_numel(self) -> int:
-        return self.shape.trainable_numel
-
-    @property
-    def active_numel(self) -> int:
-        return self.shape.active_numel
-
-    @property
-    def blocks(self) -> int:
-        return self.shape.layers
-
-    @property
-    def family(self) -> str:
-        return self.shape.family
-
-    @property
-    def dimensions(self) -> dict[str, int]:
-        return {"layers": self.shape.layers, "hidden": self.shape.hidden, "heads": self.shape.heads}
-
-    @property
-    def summary(self) -> str:
-        shape = self.shape
-        active = f", {format_count(shape.active_numel)} of them active" if shape.experts else ""
-        return f"{shape.numel:,} parameters{active} ({shape.family}, {shape.layers} x {shape.hidden})"
-
-    def plan(self, setup: Setup) -> Plan:
-        return plan_model(self.shape, setup)
-
-    def quick_plan(self, setup: Setup) -> Plan:
-        return quick_plan(replayable_shape(self.shape), setup)
+    def replayable(self, setup: Setup) -> Replayable:
+        return replayable_shape(self.shape)
 
     def computed(self, setup: Setup, host: HostTimes) -> Computed:
         return computed(self.shape, setup, host)
@@ -77,8 +46,7 @@ class Formula(Model):
         ]
 
     def adapted(self, asked: LoraConfig) -> Formula:
-        """Return this model with adapters; UserError if they are not planned for it."""
-        return replace(self, shape=self.shape.adapted(asked))
+        return Formula(self.shape.adapted(asked), self._grows)
 
     def sized(self, setup: Setup, layers: int, hidden: int | None = None) -> Formula:
         shape = self.shape
@@ -86,15 +54,14 @@ class Formula(Model):
         width = hidden if hidden is not None else max(step, round(shape.hidden / shape.layers * layers / step) * step)
         grown = shape.scaled(layers, width)
         positions = max(shape.positions, setup.seq) if shape.positions else 0
-        return replace(self, shape=dataclasses.replace(grown, positions=positions))
+        return Formula(replace(grown, positions=positions), self._grows)
 
     def with_seq(self, seq: int) -> Formula:
-        if not self.shape.positions or not self.grows:
-            return self
-        return replace(self, shape=dataclasses.replace(self.shape, positions=seq))
+        grows = self.shape.positions and self._grows
+        return Formula(replace(self.shape, positions=seq)) if grows else self
 
     def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:
         last = self.shape.positions
-        if last and not self.grows:
+        if last and not self._grows:
             return [*range(step, last, step), last], f"the model has a table of {last} positions"
         return range(step, most + 1, step), "longer ones are not searched"

@@ -6,11 +6,13 @@ reason; no other part of the plan asks which kind a model is.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, SELECTIVELY, WHOLE, Recompute
+from zerocli.plan.memory.build import plan_replayable
+from zerocli.plan.memory.quick import quick_plan
+from zerocli.plan.memory.replayable import Replayable
 from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import Computed
@@ -20,51 +22,37 @@ TREATED_ALIKE = (NOTHING, SELECTIVELY, WHOLE)
 """What may be recomputed of blocks that are all treated alike, in the order in which backward comes to such blocks."""
 
 
-class Model(ABC):
+class Model:
     """A model that can be planned."""
 
+    numel: int
+    """The parameters of the whole model."""
+    trainable_numel: int
+    active_numel: int
+    """The parameters that one token uses."""
+    summary: str
+    """Its size and kind in words."""
+    family = ""
     whole = True
     """Whether everything that a step needs is planned; if not, model states alone, and no seconds."""
     resizable = False
     """Whether another batch, sequence length or size of it can be planned."""
+    blocks = 0
+    """Blocks of which each may be recomputed or not; 0: all are treated alike."""
+    dimensions: dict[str, int] | None = None
+    """Layers, hidden size and heads, if they are known."""
 
-    @property
-    @abstractmethod
-    def numel(self) -> int:
-        """The parameters of the whole model."""
+    def replayable(self, setup: Setup) -> Replayable:
+        """Return the model with a setup's batch, as its steps are replayed, if they are planned."""
+        raise NotImplementedError
 
-    @property
-    def trainable_numel(self) -> int:
-        """The parameters that are trained."""
-        return self.numel
-
-    @property
-    def active_numel(self) -> int:
-        """The parameters that one token uses."""
-        return self.numel
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of which each may be recomputed or not; 0: all are treated alike."""
-        return 0
-
-    @property
-    def dimensions(self) -> dict[str, int] | None:
-        """Layers, hidden size and heads, if they are known."""
-        return None
-
-    @property
-    @abstractmethod
-    def summary(self) -> str:
-        """Its size and kind in words."""
-
-    @abstractmethod
     def plan(self, setup: Setup) -> Plan:
         """Return what a step of this setup needs; UserError for an impossible setup."""
+        return plan_replayable(self.replayable(setup), setup)
 
     def quick_plan(self, setup: Setup) -> Plan:
         """Return a plan that is close to `plan`, for a search among many setups."""
-        return self.plan(setup)
+        return quick_plan(self.replayable(setup), setup)
 
     def computed(self, setup: Setup, host: HostTimes) -> Computed | None:
         """Return what a step of this setup computes; None if that is not known."""
@@ -77,11 +65,6 @@ class Model(ABC):
     def notes(self, setup: Setup) -> list[str]:
         """Return what a user should know about its plans."""
         return []
-
-    @property
-    def family(self) -> str:
-        """The name of its family, "" if it has none."""
-        return ""
 
     def sized(self, setup: Setup, layers: int, hidden: int | None = None) -> Model:
         """Return the family's model of this many layers, in its proportions unless its width is given."""

@@ -64,9 +64,7 @@ def record(name: str, model: nn.Module, setup: Setup, loss: Loss | None = None) 
     return Program(name, units, buffers, tuple(parts), tuple(order), len(blocks))
 
 
-def units_of(
-    model: nn.Module, tp: int = 1, compute: torch.dtype = torch.float32
-) -> tuple[tuple[Unit, ...], dict[str, int], int]:
+def units_of(model: nn.Module, tp: int, compute: torch.dtype) -> tuple[tuple[Unit, ...], dict[str, int], int]:
     """Return the units that the engine would make of a model, the place of each by name, and the bytes of its buffers.
 
     Raises ValueError for a model that this tensor-parallel degree does not split.
@@ -182,7 +180,7 @@ def _part(dropped: Run, kept: Run, number: int) -> Part:
         output=kept.outputs.get(number),
         arguments=kept.arguments.get(number, ()),
         copied_nbytes=kept.copied_nbytes.get(number, 0),
-        long_lived=frozenset(dropped.long_lived[number] | kept.long_lived[number]),
+        long_lived=tuple(sorted(dropped.long_lived[number] | kept.long_lived[number])),
         gradient=kept.gradients.get(number),
         computed=sum((counts for _, _, counts in work), Work()),
         computed_back=kept.work_back[number],

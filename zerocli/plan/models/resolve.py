@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerocli import __version__, machine
-from zerocli.config import Config
+from zerocli.config import Config, hub
 from zerocli.errors import UserError
 from zerocli.plan.blocks import hugging
 from zerocli.plan.blocks.inputs import Source, model_of, run_shape
@@ -55,7 +55,7 @@ def plan_source(source: Source, traced: bool, setup: Setup, notes: list[str]) ->
     """
     if source.file is None:
         return None
-    if source.shape is not None and not (traced and hugging.installed() and model_of(source.shape) is None):
+    if source.shape is not None and not (traced and hub.installed() and model_of(source.shape) is None):
         return None
     if setup.tp > 1:
         raise UserError(f"--tp {setup.tp}: models of transformers are not split over ranks", hint="--tp 1")
@@ -89,7 +89,7 @@ class Found:
 class Traces:
     """The traces of one config, one of each batch and precision; those in the user's cache need no torch."""
 
-    def __init__(self, name: str, file: hugging.ConfigFile, config: Config) -> None:
+    def __init__(self, name: str, file: hub.ConfigFile, config: Config) -> None:
         self._name, self._file, self._run = name, file, config
 
     def describe(self, setup: Setup) -> Program:
@@ -108,8 +108,7 @@ class Traces:
             return Found(**values, program=Program.of(program) if program else None)
         except (OSError, ValueError, TypeError, KeyError, LookupError, UserError):
             found = self._trace(setup)
-        values = {name: value for name, value in vars(found).items() if name != "program"}
-        values["program"] = found.program.as_dict() if found.program is not None else None
+        values = vars(found) | {"program": found.program and found.program.as_dict()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(values), sync=False)
@@ -128,7 +127,7 @@ class Traces:
 
     @functools.cached_property
     def _config(self) -> Any:
-        return hugging.read_config(self._file)
+        return hub.read_config(self._file)
 
     def _trace(self, setup: Setup) -> Found:
         from zerocli.models.lora import adapted
@@ -139,14 +138,14 @@ class Traces:
         known: dict[str, Any] = {
             "kind": type(model).__name__,
             "numel": sum(each.numel() for each in model.parameters()),
-            "longest": hugging.max_positions(config),
+            "longest": hub.max_positions(config),
             "has_images": config.get_text_config() is not config,
         }
         try:
-            with hugging.offline():
+            with hub.offline():
                 return Found(**known, program=record(self._name, model, setup, loss))
         except Exception as error:  # whatever the model's own code raises on tensors without values
-            return Found(**known, problem=hugging.first_line(error)[:200])
+            return Found(**known, problem=hub.first_line(error)[:200])
 
 
 def loss(model: Any, setup: Setup) -> Any:

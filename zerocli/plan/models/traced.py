@@ -11,18 +11,15 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING
 from zerocli.plan.blocks.program import Program
 from zerocli.plan.blocks.work import Work
-from zerocli.plan.memory.build import check, plan_replayable
-from zerocli.plan.memory.quick import quick_plan
+from zerocli.plan.memory.build import check
 from zerocli.plan.memory.replayable_program import ReplayableProgram
 from zerocli.plan.models.model import Model
-from zerocli.plan.rows import Plan
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import (
     HOST_COMPILED,
     HOST_FORWARD,
     USUAL,
     Computed,
-    Passes,
     num_chunks,
     recomputing,
     whole_update,
@@ -59,12 +56,19 @@ class Traced(Model):
         """Describe the model as `asked`; if `resizable`, also with other batches and sequences up to the `longest`."""
         self._describe, self._asked, self.resizable, self._longest = describe, asked, resizable, longest
         self._known: dict[Any, ReplayableProgram] = {}
-        self.program = self.replayable(asked).program
+        first = self.replayable(asked)
+        self.program, self.numel, self.trainable_numel = first.program, first.numel, first.trainable_numel
+        self.active_numel = self.numel
+        called = [unit for unit, _, _ in self.program.blocks]
+        if len(set(called)) == len(called) == self.program.repeated:  # else some are called again, or never
+            self.blocks = len(called)
+        self.summary = f"{self.numel:,} parameters in {len(self.program.units)} units; traced"
 
     def replayable(self, setup: Setup) -> ReplayableProgram:
-        """Return the model with a setup's batch."""
-        key = _key(setup)
+        # What in a setup changes the description of a model.
+        key = (setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed)
         if key not in self._known:
+            check(setup)
             same = replace(setup, stage=0, offload=Placement(), recompute=NOTHING, compiled=False)
             self._known[key] = ReplayableProgram(self._interpolated(same) or self._describe(same))
         return self._known[key]
@@ -77,31 +81,6 @@ class Traced(Model):
         one, other = (self.replayable(replace(setup, batch=each)).program for each in (below, 2 * below))
         return one.resized(other, setup.batch / below - 1)
 
-    @property
-    def numel(self) -> int:
-        return self.replayable(self._asked).numel
-
-    @property
-    def trainable_numel(self) -> int:
-        return self.replayable(self._asked).trainable_numel
-
-    @property
-    def blocks(self) -> int:
-        """Blocks; 0 if some are called more than once in a step, or never."""
-        called = [unit for unit, _, _ in self.program.blocks]
-        return len(called) if len(set(called)) == len(called) == self.program.repeated else 0
-
-    @property
-    def summary(self) -> str:
-        return f"{self.numel:,} parameters in {len(self.program.units)} units; traced"
-
-    def plan(self, setup: Setup) -> Plan:
-        check(setup)
-        return plan_replayable(self.replayable(setup), setup)
-
-    def quick_plan(self, setup: Setup) -> Plan:
-        return quick_plan(self.replayable(setup), setup)
-
     def sequences(self, step: int, most: int) -> tuple[Sequence[int], str]:
         if self._longest:
             whole = [*range(step, self._longest, step), self._longest]
@@ -111,26 +90,14 @@ class Traced(Model):
     def with_seq(self, seq: int) -> Traced:
         return self
 
-    # -- seconds -------------------------------------------------------------------------------------------------------
-
     def computed(self, setup: Setup, host: HostTimes = USUAL) -> Computed:
         model = self.replayable(setup)
-        gradients = Work(moved=model.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
-        own = {unit for unit, _, _ in model.program.blocks}
-        ends = sum(
-            each.numel for at, unit in enumerate(model.program.units) if at not in own for each in unit.parameters
-        )
-        found = self.passes(setup, host), gradients, self.model_flops(setup), ends
-        units = list(model.units())
-        updates = whole_update(units, setup, host)
-        return Computed(*found, num_chunks(units, setup), max(1, model.layers), 0, *updates)
-
-    def passes(self, setup: Setup, host: HostTimes = USUAL) -> Passes:
-        """Return the work of a micro-step."""
-        program, launch = self.replayable(setup).program, HOST_OPERATION * host.pace
+        program, launch = model.program, HOST_OPERATION * host.pace
         units, layers = len(program.units), len(program.blocks)
         recompute = setup.recomputed.of(layers)
-        forward, backward = (each.launched(launch) for each in _once(program))
+        calls = list(program.calls())
+        once = _total(part.computed for part in calls), _total(part.computed_back for part in calls)
+        forward, backward = (each.launched(launch) for each in once)
         blocks = [program.parts[part] for _, part, _ in program.blocks]
         whole = _total(part.repeated for part in blocks[: recompute.whole])
         part = _total(part.cheap for part in blocks[recompute.whole : recompute.count])
@@ -152,13 +119,13 @@ class Traced(Model):
             backward = backward.compiled(TRACED_COMPILED, launched * (1 - UNIT_FORWARD))
             again = again.compiled(TRACED_COMPILED, 0.0)
         forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
-        return Passes(forward, backward, again, Work())
-
-    def model_flops(self, setup: Setup) -> float:
-        """Return the operations of a step of all ranks, as MFU counts them: without repetition."""
-        forward, backward = _once(self.replayable(setup).program)
-        once = forward.products + backward.products + 3 * forward.attention
-        return once * setup.accumulate * setup.dp
+        # As MFU counts them: without repetition.
+        operations = sum(each.products for each in once) + 3 * once[0].attention
+        own = {unit for unit, _, _ in program.blocks}
+        ends = sum(p.numel for at, unit in enumerate(program.units) if at not in own for p in unit.parameters)
+        of_step = operations * setup.accumulate * setup.dp, ends, num_chunks(model.units, setup)
+        updates = whole_update(model.units, setup, host)
+        return Computed(forward, backward, again, Work(), *of_step, max(1, layers), 0, *updates)
 
 
 def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizable: bool = True) -> Traced:
@@ -174,35 +141,15 @@ def trace(name: str, make: Any, setup: Setup, loss: Loss | None = None, resizabl
         try:
             with torch.random.fork_rng(devices=()):  # a run's own random numbers stay what they are
                 return record(name, make(), setup, loss)
-        except UserError:
-            raise
-        except ValueError as error:
-            if setup.tp > 1:
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            if setup.tp > 1 and isinstance(error, ValueError):
                 raise UserError(f"--trace: {error}", hint="--tp 1") from error
-            raise _did_not_run(setup, error) from error
-        except (RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
-            raise _did_not_run(setup, error) from error
+            raise UserError(
+                f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
+                hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
+            ) from error
 
-    check(setup)
     return Traced(describe, setup, resizable)
-
-
-def _did_not_run(setup: Setup, error: Exception) -> UserError:
-    return UserError(
-        f"the model did not run on (tokens, targets) of {setup.batch} x {setup.seq}: {error}",
-        hint="forward(tokens, targets) gives the loss, and asks no tensor for its value",
-    )
-
-
-def _key(setup: Setup) -> tuple[object, ...]:
-    """Return what in a setup changes the description of a model."""
-    return setup.batch, setup.seq, setup.precision, setup.device, setup.tp, setup.packed
-
-
-def _once(program: Program) -> tuple[Work, Work]:
-    """Return what forward and backward of a micro-step compute."""
-    calls = list(program.calls())
-    return _total(part.computed for part in calls), _total(part.computed_back for part in calls)
 
 
 def _total(work: Iterable[Work]) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from zerocli.layout.categories import STATES, model_states
 from zerocli.layout.sizes import count_of, format_bytes
 from zerocli.machine import Gpu
 from zerocli.plan.memory.runtime import constant
-from zerocli.plan.models.model import Model
 from zerocli.plan.models.resolve import run_model
 from zerocli.plan.rows import Plan
 from zerocli.plan.search import candidates as search
@@ -196,8 +195,10 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
     if config.model.external:
         return other
     there = _available(config, setup, gpus)
-    model = run_model(config, setup)
-    for words, changed in _changes(config, setup, model):
+    model, disks = run_model(config, setup), config.offload.nvme_path
+    for words, changed in search.changes(model, setup):
+        if changed.ranks != setup.ranks or ("nvme" in str(changed.offload) and not disks):
+            continue
         try:
             plan = plan_decided(model, changed, _room(config, changed, there))
         except UserError:
@@ -205,13 +206,6 @@ def smallest_change(config: Config, setup: Setup, gpus: Sequence[Gpu]) -> str:
         if all(room.fits for room in _compare(changed, _certain(plan, config), there)):
             return words
     return other
-
-
-def _changes(config: Config, setup: Setup, model: Model) -> Iterator[tuple[str, Setup]]:
-    disks = config.offload.nvme_path
-    for words, changed in search.changes(model, setup):
-        if changed.ranks == setup.ranks and (disks or "nvme" not in str(changed.offload)):
-            yield words, changed
 
 
 # -- what is needed, and what is there ---------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ Paint = Callable[..., str]
 def render(verdict: Verdict, explain: bool, colour: bool, command: str = "") -> str:
     """Return the verdict as text, with colour if the terminal supports it; `command` trains what fits."""
     paint = _painter(colour)
-    lines = [*wrap(_title(verdict)), *wrap(_terms(verdict))]
+    lines = [*wrap(f"{verdict.name}: {verdict.model.summary}"), *wrap(_terms(verdict))]
     lines += [line for note in verdict.notes for line in wrap(note, "  ")]
     lines += ["", *_candidates(verdict, paint), *wrap(_legend(verdict)), ""]
     lines += _fits(verdict, verdict.best, paint) if verdict.best is not None else _does_not_fit(verdict, paint)
@@ -83,12 +83,12 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
             cells.append((format_count(most) if kind == "model" else f"{most:,}") if most else "-")
         taken = budget.of(each) if budget else None
         if taken and beside:
-            cells += [_days(taken["days"]), *([_whole(taken["cost"])] if taken["cost"] else [])]
+            cells += [_whole(taken["days"]), *([_whole(taken["cost"])] if taken["cost"] else [])]
         cells += ["-"] * (len(head) - len(cells))
         rows.append([*cells, "fits" if verdict.fits else _over(each)])
         after = ""
         if taken and budget and not beside:
-            after = f"; {format_count(budget.tokens)} tokens in {_days(taken['days'])} days"
+            after = f"; {format_count(budget.tokens)} tokens in {_whole(taken['days'])} days"
             after += f", cost {_whole(taken['cost'])}" if taken["cost"] else ""
         nearest = "" if verdict.fits else "nearest is "
         arguments = _arguments(each, verdict)
@@ -98,7 +98,8 @@ def render_machines(verdicts: Sequence[tuple[Hardware, Verdict | str]], notes: S
             chosen += wrap(f"{hardware.name} ({each.setup.precision}){after}:{nearest and ' nearest is'}", "  ")
             chosen += command_lines(arguments, "    ")
         styles.append("green" if verdict.fits else "red")
-    lines = [*wrap(_title(judged[0])), *[line for note in notes for line in wrap(note, "  ")], ""] if judged else []
+    lines = wrap(f"{judged[0].name}: {judged[0].model.summary}") if judged else []
+    lines += [*(line for note in notes for line in wrap(note, "  ")), ""] if judged else []
     return "\n".join([*lines, *table(rows, styles, paint, words=(0, len(head))), "", *chosen])
 
 
@@ -178,10 +179,6 @@ def _painter(colour: bool) -> Paint:
 # -- parts of the verdict ----------------------------------------------------------------------------------------------
 
 
-def _title(verdict: Verdict) -> str:
-    return f"{verdict.name}: {verdict.model.summary}"
-
-
 def _terms(verdict: Verdict) -> str:
     setup, hardware = verdict.candidates[0].setup, verdict.hardware
     tokens = (
@@ -222,7 +219,7 @@ def _candidates(verdict: Verdict, paint: Paint) -> list[str]:
         cells.append("-" if timed is None else format_seconds(timed.seconds))
         if budget:
             taken = budget.of(each)
-            cells.append(_days(taken["days"]) if taken else "-")
+            cells.append(_whole(taken["days"]) if taken else "-")
         best = "fastest" if timed is not None else "first"
         word = best if each is verdict.best else "fits" if each.fits else _over(each)
         word += "".join(f", {tier} {UNKNOWN}" for tier in each.unknown if each.fits)
@@ -274,7 +271,7 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
         lines += wrap(f"{phases}; {rates}", "  ")
     if verdict.budget is not None and (taken := verdict.budget.of(best)):
         cost = f", cost {_whole(taken['cost'])} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
-        text = f"{format_count(verdict.budget.tokens)} tokens: {_days(taken['days'])} days, "
+        text = f"{format_count(verdict.budget.tokens)} tokens: {_whole(taken['days'])} days, "
         text += f"{_whole(taken['gpu_hours'])} GPU-hours"
         lines += wrap(f"{text}{cost} (by the estimate)", "  ")
     for tier, nbytes in best.unknown.items():
@@ -284,14 +281,10 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
     if best.plan.moment:
         lines.append(f"  its GPU peak comes at: {best.plan.moment}")
     if best.plan.loading:
-        lines += wrap(f"{best.plan.loading_words}{_loads(verdict, best)}", "  ")
+        over = best.plan.loading["init_from"] - verdict.hardware.host_memory
+        more = f", {format_bytes(over)} more than there are" if over > 0 else ""
+        lines += wrap(f"{best.plan.loading_words}{more}", "  ")
     return lines
-
-
-def _loads(verdict: Verdict, best: Candidate) -> str:
-    """Return what is missing for `--init-from`; empty if nothing is."""
-    over = best.plan.loading["init_from"] - verdict.hardware.host_memory
-    return f", {format_bytes(over)} more than there are" if over > 0 else ""
 
 
 def _does_not_fit(verdict: Verdict, paint: Paint) -> list[str]:
@@ -328,14 +321,8 @@ def _over(candidate: Candidate) -> str:
     return ", ".join(WORDS[tier] for tier in candidate.over) + " over"
 
 
-def _days(days: float | int | None) -> str:
-    assert days is not None
-    return _whole(days) if days >= 100 else f"{days:.3g}"
-
-
-def _whole(number: float | int | None) -> str:
-    """Return a number without its fraction; a small one, or one that would widen its column, with three digits."""
-    assert number is not None
+def _whole(number: float) -> str:
+    """Return a number without its fraction; one below 100, or that would widen its column, with three digits."""
     return f"{number:,.0f}" if 100 <= number < LONGEST else f"{number:.3g}"
 
 
@@ -363,24 +350,18 @@ def _recomputed(candidate: Candidate, model: Model) -> str:
 
 def _explain(candidate: Candidate, verdict: Verdict) -> list[str]:
     lines = wrap(f"{_arguments(candidate, verdict)}: every row (GPU: per GPU; host and nvme: per node)")
-    for line in candidate.plan.lines():
-        lines += _explained(line)
+    for text, formula in candidate.plan.table():
+        if not formula:
+            lines += wrap(text.strip(), "  ")
+            continue
+        first = f"{text}  "  # a formula is wrapped below itself
+        below = " " * len(first)
+        lines += textwrap.wrap(formula, COLUMNS, initial_indent=first, subsequent_indent=below, break_on_hyphens=False)
     if candidate.estimate is not None:
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in candidate.estimate.parts.items() if s)
         seconds = format_seconds(candidate.estimate.seconds)
         lines += wrap(f"estimated step: {seconds}; alone each would take: {parts}", "  ")
     return lines
-
-
-def _explained(line: str) -> list[str]:
-    """Return a row of the plan with its formula wrapped below itself."""
-    row = re.match(r"(  \S+ +\S+(?: \S+)* +[\d.]+ \S+  )(.+)", line)
-    if row is None:
-        return wrap(line.strip(), "  ")
-    first, formula = row.groups()
-    return textwrap.wrap(
-        formula, COLUMNS, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False
-    )
 
 
 def _max(largest: Largest) -> list[str]:
@@ -392,7 +373,10 @@ def _max(largest: Largest) -> list[str]:
         size = f"{grown['layers']} x {grown['hidden']}"
         lines.append(f"largest of this shape: {format_count(largest.model.numel)} ({size})")
     if largest.next is not None and largest.value:
-        lines += wrap(f"{_next(largest)} does not fit: {_arguments(largest.next)}, {_amounts(largest.next)}")
+        following = f"{largest.kind} {largest.next_value:,}"
+        if largest.kind == "model" and largest.next_model is not None:
+            following = f"the same with {largest.next_model.blocks} blocks"
+        lines += wrap(f"{following} does not fit: {_arguments(largest.next)}, {_amounts(largest.next)}")
     elif largest.end and largest.value:
         lines += wrap(f"not more: {largest.end}")
     if largest.kind == "model":
@@ -400,12 +384,6 @@ def _max(largest: Largest) -> list[str]:
     if largest.model.whole:
         lines.append(f"margin: {MARGIN:.0%} of GPU and host memory stay free; sizes above are without them")
     return lines
-
-
-def _next(largest: Largest) -> str:
-    if largest.kind != "model":
-        return f"{largest.kind} {largest.next_value:,}"
-    return f"the same with {largest.next_model.blocks if largest.next_model else 0} blocks"
 
 
 def _amounts(candidate: Candidate) -> str:

@@ -1,4 +1,4 @@
-"""The verdict of `zerocli fit`, and its JSON document; `render.py` has the text."""
+"""The verdict of `zerocli fit`, and its JSON document; `text.py` has the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Budget:
     tokens: int
     price: float = 0.0
 
-    def of(self, candidate: Candidate) -> dict[str, float | int | None] | None:
+    def of(self, candidate: Candidate) -> dict[str, Any] | None:
         """Return the days, GPU-hours and cost of the run by a candidate's estimate; None if it has none."""
         if candidate.estimate is None:
             return None
@@ -89,7 +89,6 @@ OF_SETUP = ("stage", "ranks", "tp", "shard_states", "ranks_per_node", "batch", "
 
 
 def document(verdict: Verdict) -> dict[str, Any]:
-    """Return the verdict as JSON-able values."""
     model = verdict.model
     made = unplanned(verdict.name, verdict.model, verdict.hardware, verdict.notes)
     made["fits"] = verdict.fits

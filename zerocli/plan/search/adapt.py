@@ -249,7 +249,6 @@ def as_measured(model: Model, setup: Setup, hardware: Hardware, measured: Measur
 
 
 def with_rooms(hardware: Hardware, rooms: Mapping[str, int], setup: Setup) -> Hardware:
-    """Return the machine with this memory."""
     fields = {HBM: "gpu_memory", "dram": "host_memory", "nvme": "nvme_space"}
     changes: dict[str, Any] = {fields[tier]: nbytes for tier, nbytes in rooms.items()}
     if setup.device != "cuda" and HBM in rooms:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ from zerocli.errors import UserError
 from zerocli.layout.recompute import NOTHING, Recompute
 from zerocli.plan.models.model import TREATED_ALIKE, Model
 from zerocli.plan.search.candidates import Candidate, judge, lightest_setups, may_fit, setups, weigh
-from zerocli.plan.search.recompute import MARGIN, choices, needed_by, whole_choices
+from zerocli.plan.search.recompute import MARGIN, choices, needed_by
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 
@@ -70,11 +71,8 @@ class Choice:
     @property
     def runner_up(self) -> Candidate | None:
         """The best candidate that differs from the best one in more than its budgets."""
-        best = self.best
-        for each in self.fitting[1:]:
-            if best is not None and kind_of(each.setup) != kind_of(best.setup):
-                return each
-        return None
+        kinds = [kind_of(each.setup) for each in self.fitting]
+        return next((each for kind, each in zip(kinds, self.fitting, strict=True) if kind != kinds[0]), None)
 
 
 def choose(
@@ -148,10 +146,8 @@ class _Search:
         self._exact: dict[Key, Candidate] = {}
         self._plain: dict[Key, Candidate] = {}
         """Plain placements that may fit: each is planned exactly before a slower candidate is chosen."""
-        self._underestimates: dict[Key, int] = {}
+        self._underestimates: defaultdict[Key, int] = defaultdict(int)
         """By how much exact plans were above quick ones, by what `_alike` returns."""
-        self._orders: dict[Key, list[Recompute]] = {}
-        """What may be recomputed, by stage, batch and group."""
         self._refused: list[UserError] = []
         self._best = float("inf")
         """The fewest seconds of a candidate that fits."""
@@ -159,30 +155,31 @@ class _Search:
     def choice(self, shown: int) -> Choice:
         """Return the choice on the machine without margins, with as many of its kinds as are to be shown."""
         if not self._found:
-            raise self._refused[0] if self._refused else UserError("there is nothing to choose from")
+            raise self._refused[0]
         fitting = self._checked(shown)
         if not fitting:
-            for each in sorted(self._found.values(), key=_over)[:NUM_NEAREST]:
+            for each in sorted(self._found.values(), key=Candidate.excess)[:NUM_NEAREST]:
                 self._exactly(each.setup)
             fitting = sorted(map(self._finished, (each for each in self._exact.values() if each.fits)), key=_rank)
-        nearest = fitting[0] if fitting else min(self._exact.values(), key=_over)
-        without_margins = tuple(each.on(self._hardware) for each in fitting)
-        return Choice(without_margins, nearest.on(self._hardware), len(self._found))
+        nearest = fitting[0] if fitting else min(self._exact.values(), key=Candidate.excess)
+        without_margins = tuple(replace(each, hardware=self._hardware) for each in fitting)
+        return Choice(without_margins, replace(nearest, hardware=self._hardware), len(self._found))
 
     def _checked(self, shown: int) -> list[Candidate]:
         """Return the fastest that fit by exact plans, best first, one of each kind.
 
         After `ENOUGH_EXACT_PLANS` only two are looked for."""
-        found = {key: each for key, each in self._found.items() if each.fits} | self._plain
-        waiting = [(_rank(each), number, 0, each) for number, each in enumerate(found.values())]
-        numbers = itertools.count(len(waiting))
-        heapq.heapify(waiting)
+        waiting: list[tuple[tuple[int, int, int], int, int, Candidate]] = []
+        numbers = itertools.count()
         fitting: dict[Key, Candidate] = {}
         checked: set[Key] = set()
 
         def wait(candidate: Candidate, changes: int) -> None:
             heapq.heappush(waiting, (_rank(candidate), next(numbers), changes, candidate))
 
+        found = {key: each for key, each in self._found.items() if each.fits} | self._plain
+        for each in found.values():
+            wait(each, 0)
         while waiting and len(fitting) < (shown if len(self._exact) < ENOUGH_EXACT_PLANS else min(shown, 2)):
             _, _, changes, candidate = heapq.heappop(waiting)
             kind, key = kind_of(candidate.setup), key_of(candidate.setup, candidate.setup.offload)
@@ -192,7 +189,7 @@ class _Search:
             if kind in fitting or key in checked:
                 continue
             checked.add(key)
-            if key in self._plain or self._excess(candidate.setup) <= 0:
+            if key in self._plain or self._excess(candidate.setup, self._underestimates[_alike(candidate.setup)]) <= 0:
                 exact = self._exactly(candidate.setup)
                 if exact.fits:
                     wait(self._finished(exact), -1)
@@ -209,15 +206,11 @@ class _Search:
         if key not in self._exact:
             self._exact[key] = weigh(self._model, setup, self._limits)
             underestimate = needed_by(self._exact[key].plan) - needed_by(self._weigh_quickly(setup).plan)
-            self._underestimates[alike] = max(self._underestimates.get(alike, 0), underestimate)
+            self._underestimates[alike] = max(self._underestimates[alike], underestimate)
         return self._exact[key]
 
-    def _excess(self, setup: Setup, underestimate: int | None = None) -> int:
-        """Return by how much a setup exceeds the device if its quick plan is too low by `underestimate` bytes.
-
-        By default by as much as exact plans of its kind have shown.
-        """
-        underestimate = self._underestimates.get(_alike(setup), 0) if underestimate is None else underestimate
+    def _excess(self, setup: Setup, underestimate: int) -> int:
+        """Return by how much a setup exceeds the device if its quick plan is too low by `underestimate` bytes."""
         return needed_by(self._weigh_quickly(setup).plan) + underestimate - self._limits.gpu_memory
 
     def _lighter(self, setup: Setup) -> Iterator[Candidate]:
@@ -226,7 +219,7 @@ class _Search:
         With a budget that is smaller. Without one, with more recomputation, or with a further kind of states off the
         device.
         """
-        underestimate = self._underestimates.get(_alike(setup), 0)
+        underestimate = self._underestimates[_alike(setup)]
         missing = self._excess(setup, underestimate)
         if missing <= 0:
             return
@@ -327,16 +320,8 @@ class _Search:
         layers = self._model.blocks
         if not layers:
             return TREATED_ALIKE if self._model.whole else [NOTHING]
-        key = (setup.stage, setup.batch, setup.group, setup.copies)
-        if key not in self._orders:
-            self._orders[key] = self._order(setup, layers)
-        return self._orders[key]
-
-    def _order(self, setup: Setup, layers: int) -> list[Recompute]:
-        """Return the order in which blocks are recomputed: selectively first, unless whole frees more bytes a second.
-
-        That is so where the host is slower than the device: it takes longer for a block that is recomputed selectively.
-        """
+        # Blocks are recomputed selectively first, unless whole frees more bytes a second. That is so where the host is
+        # slower than the device: it takes longer for a block that is recomputed selectively.
         ways = (NOTHING, Recompute(0, layers), Recompute(layers))
         try:
             found = [self._weigh_quickly(replace(setup, recompute=each, offload=Placement({}))) for each in ways]
@@ -345,7 +330,8 @@ class _Search:
         kept, partly, whole = found
         freed = [needed_by(kept.plan) - needed_by(each.plan) for each in (partly, whole)]
         taken = [each.cost - kept.cost for each in (partly, whole)]
-        return choices(layers) if taken[0] * freed[1] <= taken[1] * freed[0] else whole_choices(layers)
+        selectively = taken[0] * freed[1] <= taken[1] * freed[0]
+        return choices(layers) if selectively else [Recompute(count) for count in range(layers + 1)]
 
     def _place(self, setup: Setup, offload: Placement | None) -> float:
         """Try the placements of a setup until one fits; return the fewest seconds found, infinity if none fits."""
@@ -438,10 +424,6 @@ def _rank(candidate: Candidate) -> tuple[int, int, int]:
     """Return the order of candidates: by seconds, and of about equal ones the roomier first."""
     plan, seconds = candidate.plan, max(candidate.cost, 1e-9)
     return round(math.log(seconds) / SAME_SECONDS), plan.needed(HBM), plan.needed("dram")
-
-
-def _over(candidate: Candidate) -> int:
-    return sum(candidate.over.values())
 
 
 def kind_of(setup: Setup) -> Key:

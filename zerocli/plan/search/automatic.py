@@ -87,8 +87,7 @@ def choose_setup(
     batches = [setup.batch]
     if "train.batch" in free and global_batch and model.resizable:  # a trace is of one batch
         each = global_batch // setup.dp
-        halves = [size for size in range(1, each + 1) if each % size == 0 and _is_power_of_two(each // size)]
-        batches = sorted({1, *halves})
+        batches = sorted({1, *(each >> times for times in range(each.bit_length()) if each % (1 << times) == 0)})
     groups = [(setup.shard_ranks, setup.shard_states)]
     node = setup.ranks_per_node // setup.tp
     if "parallel.shard_ranks" in free and setup.ranks > setup.ranks_per_node and node > 1 and setup.dp % node == 0:
@@ -98,10 +97,6 @@ def choose_setup(
     if offload is None:
         setup = dataclasses.replace(setup, offload=Placement())  # the config's own must not decide what is tried
     return choose(model, setup, hardware, stages, offload, batches, steps, groups=groups)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def with_choice(config: Config, chosen: Candidate, steps: int = 0) -> Config:

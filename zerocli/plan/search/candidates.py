@@ -39,14 +39,19 @@ class Candidate:
     """A setup with its plan, whether it fits, and its estimated seconds per step."""
 
     plan: Plan
-    available: dict[str, int | None]
-    estimate: Estimate | None
+    hardware: Hardware
+    estimate: Estimate | None = None
 
     @property
     def setup(self) -> Setup:
         return self.plan.setup
 
-    @property
+    @functools.cached_property
+    def available(self) -> dict[str, int | None]:
+        """The bytes that the machine has of each tier; None for tiers that no machine lists."""
+        return {tier: self.hardware.room.get(tier) for tier in self.plan.tiers}
+
+    @functools.cached_property
     def over(self) -> dict[str, int]:
         """Return by how many bytes each tier is too small; without a GPU, host memory is the device's as well."""
         found = {}
@@ -55,6 +60,10 @@ class Candidate:
             if there is not None and needed > there:
                 found[tier] = needed - there
         return found
+
+    def excess(self) -> int:
+        """Return by how many bytes all tiers together are too small."""
+        return sum(self.over.values())
 
     @property
     def fits(self) -> bool:
@@ -66,10 +75,6 @@ class Candidate:
         if self.estimate is not None:
             return self.estimate.seconds
         return float(sum(self.plan.needed(t) * (10 if t == "nvme" else 1) for t in self.plan.tiers if t != HBM))
-
-    def on(self, hardware: Hardware) -> Candidate:
-        """Return the candidate beside what another machine has; tiers that no machine lists stay as they are."""
-        return replace(self, available=self.available | {t: n for t, n in hardware.room.items() if t in self.available})
 
     @property
     def used(self) -> dict[str, float]:
@@ -83,7 +88,6 @@ class Candidate:
 
 
 def weigh(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
-    """Return the candidate of a setup on this machine."""
     return judge(model, plan_decided(model, setup, hardware.gpu_memory), hardware)
 
 
@@ -110,10 +114,9 @@ def faster_groups(model: Model, best: Candidate, hardware: Hardware) -> Candidat
 
 
 def judge(model: Model, plan: Plan, hardware: Hardware) -> Candidate:
-    """Return the candidate of a plan on this machine."""
     work = model.computed(plan.setup, hardware.host)
     timed = None if work is None else estimate(plan, work, hardware)
-    return Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, timed)
+    return Candidate(plan, hardware, timed)
 
 
 def setups(setup: Setup, stages: Sequence[int], offload: Placement | None) -> Iterator[Setup]:
@@ -176,14 +179,17 @@ def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def nearest(candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate that exceeds the machine least."""
-    return min(candidates, key=lambda each: sum(each.over.values()))
+    return min(candidates, key=Candidate.excess)
 
 
 def smallest_change(model: Model, setup: Setup, hardware: Hardware) -> tuple[str, Candidate] | None:
     """Return the smallest change of the setup that fits, as command-line arguments, and its candidate."""
     for words, changed in changes(model, setup):
         try:
-            if not states_fit(model, changed, hardware) or not may_fit(quickly(model, changed, hardware)):
+            if not states_fit(model, changed, hardware):
+                continue
+            quick = Candidate(model.quick_plan(lightest(changed)), hardware)  # `auto` can recompute all blocks
+            if not may_fit(quick):
                 continue
             candidate = weigh(model, changed, hardware)
         except UserError:
@@ -209,18 +215,12 @@ def states_fit(model: Model, setup: Setup, hardware: Hardware) -> bool:
     return weigh(Counted(count), replace(setup, recompute=False), hardware).fits
 
 
-def quickly(model: Model, setup: Setup, hardware: Hardware) -> Candidate:
-    """Return the candidate of a quick plan, without seconds; `auto` can recompute all blocks."""
-    plan = model.quick_plan(lightest(setup))
-    return Candidate(plan, {tier: hardware.room.get(tier) for tier in plan.tiers}, None)
-
-
 def may_fit(candidate: Candidate, tiers: Sequence[str] = ()) -> bool:
     """Whether the exact plan of a candidate may fit these tiers (by default all).
 
     A quick plan guesses the fragmentation of the device's memory; beside that it is exact to a per cent or two.
     """
-    slack = {HBM: candidate.plan.fragments + QUICK_PLAN_ERROR * (candidate.available.get(HBM) or 0)}
+    slack = {HBM: candidate.plan.fragments + QUICK_PLAN_ERROR * candidate.hardware.gpu_memory}
     return all(nbytes <= slack.get(tier, 0) for tier, nbytes in candidate.over.items() if not tiers or tier in tiers)
 
 

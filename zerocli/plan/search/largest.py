@@ -16,18 +16,9 @@ from zerocli.config import AUTO
 from zerocli.errors import DOES_NOT_FIT, UserError
 from zerocli.plan.models.counted import Counted
 from zerocli.plan.models.model import Model
+from zerocli.plan.search import candidates as table
 from zerocli.plan.search.auto import choose, with_budgets
-from zerocli.plan.search.candidates import (
-    Candidate,
-    best_of,
-    lightest,
-    lightest_setups,
-    nearest,
-    setups,
-    states_fit,
-    weigh,
-    weigh_each,
-)
+from zerocli.plan.search.candidates import Candidate, best_of, lightest_setups, states_fit, weigh
 from zerocli.plan.setup import Setup
 from zerocli.plan.time.hardware import Hardware
 
@@ -54,17 +45,19 @@ class Search:
 
     def weigh(self, model: Model, setup: Setup) -> list[Candidate]:
         """Return the candidates of a table, and one that is not in it if that is faster, or the only one that fits."""
-        tried = setups(setup, self.stages, self.offload)
-        found = weigh_each(model, tried, self.hardware)  # `auto` leaves the margin itself
+        tried = table.setups(setup, self.stages, self.offload)
+        found = self._in_room(table.weigh_each(model, tried, self.hardware))  # `auto` leaves the margin itself
         if self.offload is None and model.whole:
-            best = best_of([each.on(self.room) for each in found])
-            found += with_budgets(model, setup, self.hardware, self.stages, best)
-        found = [each.on(self.room) for each in found]
+            found += self._in_room(with_budgets(model, setup, self.hardware, self.stages, best_of(found)))
         return found if best_of(found) is not None else [*found, *_fitting(model, setup, self)]
+
+    def _in_room(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return [replace(each, hardware=self.room) for each in candidates]
 
     def nearest(self, model: Model, setup: Setup) -> Candidate:
         """Return the candidate that exceeds the machine least."""
-        return nearest(weigh_each(model, lightest_setups(setup, self.stages, self.offload), self.room))
+        tried = lightest_setups(setup, self.stages, self.offload)
+        return table.nearest(table.weigh_each(model, tried, self.room))
 
     @property
     def has_more(self) -> bool:
@@ -110,30 +103,53 @@ class Largest:
         return self.model.dimensions if self.value else None
 
 
+At = Callable[[int, Setup], tuple[Model, Setup]]
+"""The model and the setup with a number of blocks, a batch or a sequence."""
+
+
 def find(kind: str, model: Model, search: Search, count: int, *, whole: int = 0) -> Largest:
     """Return the largest model of the family's proportions, the largest batch or the longest sequence.
 
-    `whole` is the global batch that micro-batches divide (0: any batch). UserError for a batch or sequence of a model
-    that has no other.
+    Without a shape, the largest model is that by model states alone. `whole` is the global batch that micro-batches
+    divide (0: any batch). UserError for a batch or sequence of a model that has no other.
     """
-    if kind == "model":
-        return _largest_model(model, search, count)
+    setup = search.setup
     if not model.resizable:
-        raise model.fixed(kind)
-    values, end = _batches(search.setup, whole) if kind == "batch" else model.sequences(SEQ_STEP, MOST_SEQ)
+        if kind != "model":
+            raise model.fixed(kind)
+        least = Counted(max(1, count))
+        return Largest(kind, count, least, count, search.weigh(least, setup))
+    if kind == "model":
+        shown = largest_size(model, search)
+        width = _width(shown or model.sized(setup, LEAST_LAYERS))  # the smallest model shows why nothing fits
+        end = "deeper ones are not searched"
+        values: Sequence[int] = range(LEAST_LAYERS, MOST_LAYERS + 1)
+    else:
+        values, end = _batches(setup, whole) if kind == "batch" else model.sequences(SEQ_STEP, MOST_SEQ)
 
-    def at(value: int, setup: Setup) -> tuple[Model, Setup]:
-        """Return the model and the setup with this batch or sequence."""
+    def at(value: int, setup: Setup = setup) -> tuple[Model, Setup]:
+        if kind == "model":
+            return model.sized(setup, value, width), setup
         if kind == "seq":
             return model.with_seq(value), replace(setup, seq=value)
         again = whole // (value * setup.dp) if whole else setup.accumulate
         return model, replace(setup, batch=value, accumulate=again)
 
-    return _largest_number(kind, at, search, count, values, end)
+    def number(index: int) -> int:
+        return at(values[index])[0].numel if kind == "model" else values[index]
 
-
-At = Callable[[int, Setup], tuple[Model, Setup]]
-"""The model and the setup with a batch or sequence."""
+    if kind == "model":
+        found = shown.blocks - LEAST_LAYERS if shown is not None else -1
+    else:
+        found = _largest_number(at, search, values)
+    most = len(values) - 1
+    while found < most and (over := search.nearest(*at(values[found + 1]))).fits:
+        found += 1  # fragmentation has no order: the next may fit where one before did not
+    model, setup = at(values[max(found, 0)])
+    about = kind, number(found) if found >= 0 else 0, model, count, search.weigh(model, setup)
+    if found == most:
+        return Largest(*about, end=end)
+    return Largest(*about, number(found + 1), at(values[found + 1])[0], over)
 
 
 # -- batch and sequence ------------------------------------------------------------------------------------------------
@@ -148,8 +164,8 @@ def _batches(setup: Setup, whole: int) -> tuple[Sequence[int], str]:
     return found, f"train.global_batch={whole} is no more for {setup.dp} data-parallel ranks"
 
 
-def _largest_number(kind: str, at: At, search: Search, count: int, values: Sequence[int], end: str) -> Largest:
-    """Return the largest of the values with which any setup fits."""
+def _largest_number(at: At, search: Search, values: Sequence[int]) -> int:
+    """Return the position of the largest of the values with which any setup fits; -1 if none does."""
     tried = list(lightest_setups(search.setup, sorted(search.stages), search.offload))
 
     def fits(setup: Setup, index: int) -> bool:
@@ -170,20 +186,12 @@ def _largest_number(kind: str, at: At, search: Search, count: int, values: Seque
 
     if search.has_more and found < most and (other := placed(found + 1)) is not None:
         found += 1
-        lighter = lightest(_without_budgets(replace(other.setup, recompute=search.setup.recompute)))
+        lighter = table.lightest(_without_budgets(replace(other.setup, recompute=search.setup.recompute)))
         if found < most and fits(lighter, found + 1):  # quicker to try than all that `--auto` tries
             found = _last(functools.partial(fits, lighter), found + 1, most)
         if found < most and placed(found + 1) is not None:
             found = _last(lambda index: placed(index) is not None, found + 1, most)
-    while found < most and (over := search.nearest(*at(values[found + 1], search.setup))).fits:
-        found += 1  # fragmentation has no order: the next may fit where one before did not
-    model, setup = at(values[max(found, 0)], search.setup)
-    candidates = search.weigh(model, setup)
-    value = values[found] if found >= 0 else 0
-    if found == most:
-        return Largest(kind, value, model, count, candidates, end=end)
-    larger, _ = at(values[found + 1], search.setup)
-    return Largest(kind, value, model, count, candidates, values[found + 1], larger, over)
+    return found
 
 
 def _without_budgets(setup: Setup) -> Setup:
@@ -195,28 +203,6 @@ def _without_budgets(setup: Setup) -> Setup:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def _largest_model(model: Model, search: Search, count: int) -> Largest:
-    """Return the largest model of a family's shape; without a shape, the largest count by model states alone."""
-    setup = search.setup
-    if not model.resizable:
-        least = Counted(max(1, count))
-        return Largest("model", count, least, count, search.weigh(least, setup))
-    shown = largest_size(model, search)
-    if shown is None:  # the smallest model shows why
-        small = model.sized(setup, LEAST_LAYERS)
-        return Largest(
-            "model", 0, small, count, search.weigh(small, setup), small.numel, small, search.nearest(small, setup)
-        )
-    larger = _deeper(shown, setup)
-    while shown.blocks < MOST_LAYERS and (over := search.nearest(larger, setup)).fits:
-        # Fragmentation has no order: the next may fit where one before did not.
-        shown, larger = larger, _deeper(larger, setup)
-    candidates = search.weigh(shown, setup)
-    if shown.blocks == MOST_LAYERS:
-        return Largest("model", shown.numel, shown, count, candidates, end="deeper ones are not searched")
-    return Largest("model", shown.numel, shown, count, candidates, larger.numel, larger, over)
-
-
 def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offload: Placement | None) -> int:
     """Return the largest parameter count whose model states alone fit: the paper's analysis."""
     search = Search(replace(setup, checkpoints=0), hardware, hardware, stages, offload)
@@ -225,11 +211,6 @@ def largest_count(setup: Setup, hardware: Hardware, stages: Sequence[int], offlo
         return any(_fitting(Counted(count), search.setup, search))
 
     return _largest(fits, 1, 1 << 50)
-
-
-def _deeper(model: Model, setup: Setup) -> Model:
-    """Return the model with one more block."""
-    return model.sized(setup, model.blocks + 1, _width(model))
 
 
 def _width(model: Model) -> int:

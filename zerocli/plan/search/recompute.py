@@ -55,21 +55,16 @@ def choices(layers: int) -> list[Recompute]:
     return some + [Recompute(count, layers - count) for count in range(1, layers + 1)]
 
 
-def whole_choices(layers: int) -> list[Recompute]:
-    """Return what `--auto` chooses from where it recomputes no block selectively, from nothing to all blocks."""
-    return [Recompute(count) for count in range(layers + 1)]
-
-
 def choose_recompute(model: Model, setup: Setup, room: int) -> tuple[Recompute, str]:
     """Return the first choice whose plan leaves `MARGIN` of `room` bytes free, and the reason.
 
     If there is none, return that with the lowest peak. Where the placement says where checkpoints are kept, all blocks
     are recomputed whole. Blocks that are not alike are all kept, selective or whole.
     """
-    limit, words = _limit(room), functools.partial(_words, model)
+    limit = int(room * (1 - MARGIN))
     if ACTIVATIONS in setup.offload.shares:
-        why = f"--offload {setup.offload} says where their inputs are kept"
-        return _all(model), f"{words(_all(model))} ({why})"
+        every = Recompute(model.blocks) if model.blocks else WHOLE
+        return every, f"{_words(model, every)} (--offload {setup.offload} says where their inputs are kept)"
     order = choices(model.blocks) if model.blocks else list(TREATED_ALIKE)
 
     @functools.cache
@@ -82,10 +77,14 @@ def choose_recompute(model: Model, setup: Setup, room: int) -> tuple[Recompute, 
     def live(at: int) -> int:
         return needed(at) - plan(at).fragments
 
+    def roughly_live(at: int) -> int:
+        quick = model.quick_plan(replace(setup, recompute=order[at]))
+        return needed_by(quick) - quick.fragments
+
     def first_live_fit(low: int, high: int, limit: int = limit) -> int:
         """Return the first position whose live bytes fit, or that of the fewest."""
-        start = _first(lambda at: _roughly_live(model, replace(setup, recompute=order[at])), low, high, limit)
-        left, right, step = start, start, 1  # exact plans decide, from there on
+        left = right = _first(roughly_live, low, high, limit)
+        step = 1  # exact plans decide, from there on
         while right + step <= high and limit < live(right + step) < live(right):
             right, step = right + step, 2 * step
         right, step = min(high, right + step), 1
@@ -108,19 +107,13 @@ def choose_recompute(model: Model, setup: Setup, room: int) -> tuple[Recompute, 
     elif sum(plan(0).of(category) for category in STATIC) - plan(0).fragments > limit:
         at = last  # whatever is recomputed, it does not fit
     else:
-        found = first_fit(*halves[0])
-        found = first_fit(*halves[1]) if found is None else found
-        if found is None:
-            found = min((first_live_fit(*half, limit=0) for half in halves), key=live)
-        at = found
-    compared = _comparison(needed(at), room)
+        tried = (first_fit(*half) for half in halves)
+        found = next((each for each in tried if each is not None), None)
+        at = min((first_live_fit(*half, limit=0) for half in halves), key=live) if found is None else found
+    compared = f"{format_bytes(needed(at))} of {format_bytes(room)}"
+    compared += "" if needed(at) <= limit else f", and no choice leaves {MARGIN:.0%} free"
     rule = "" if model.blocks else "; blocks that are not alike are all treated alike"
-    return order[at], f"{words(order[at])} ({compared}{rule})"
-
-
-def _all(model: Model) -> Recompute:
-    """Return the choice of recomputing every block whole."""
-    return Recompute(model.blocks) if model.blocks else WHOLE
+    return order[at], f"{_words(model, order[at])} ({compared}{rule})"
 
 
 def _words(model: Model, recompute: Recompute) -> str:
@@ -142,11 +135,6 @@ def _first(live: Callable[[int], int], low: int, high: int, limit: int) -> int:
     return low
 
 
-def _roughly_live(model: Model, setup: Setup) -> int:
-    plan = model.quick_plan(setup)
-    return needed_by(plan) - plan.fragments
-
-
 def describe(recompute: Recompute, layers: int) -> str:
     """Return what is recomputed of a model's blocks, in words."""
     whole, selective, kept = recompute.whole, recompute.selective, layers - recompute.count
@@ -165,15 +153,6 @@ def needed_by(plan: Plan) -> int:
     """Return the bytes that one rank needs of its device; without a GPU that is host memory, like the dram tier."""
     shared = plan.needed("dram") // plan.setup.local_ranks if plan.setup.device == "cpu" else 0
     return plan.needed("hbm") + shared
-
-
-def _limit(room: int) -> int:
-    return int(room * (1 - MARGIN))
-
-
-def _comparison(needed: int, room: int) -> str:
-    text = f"{format_bytes(needed)} of {format_bytes(room)}"
-    return text if needed <= _limit(room) else f"{text}, and no choice leaves {MARGIN:.0%} free"
 
 
 def room_here(device: str, ranks: int, cap: int = 0) -> int:

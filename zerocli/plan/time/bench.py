@@ -151,7 +151,6 @@ def bench_key(facts: dict[str, Any], what: str = "") -> str:
 
 
 def cache_path() -> Path:
-    """Return the path of the cache of measurements."""
     return machine.cache_folder() / "bench.json"
 
 

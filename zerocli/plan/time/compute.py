@@ -47,35 +47,24 @@ fp32, pass through the rule in several kernels, and are written back."""
 USUAL = HostTimes()
 
 
-def device_seconds(work: Work, setup: Setup, hardware: Hardware) -> dict[str, float]:
-    """Return the device's seconds by kind of kernel; the kinds run one after the other."""
+def device_seconds(work: Work, setup: Setup, hardware: Hardware) -> float:
+    """Return the device's seconds: the kinds of kernels run one after the other."""
     peak = hardware.tflops * 1e12 * (FP32_PRODUCTS if setup.width == 4 else 1.0)
     rate = hardware.products * 1e12 if hardware.products and setup.width < 4 else peak * PRODUCTS
-    return {
-        "products": work.products / rate,
-        "attention": work.attention / (peak * ATTENTION * setup.seq / (setup.seq + HALF_RATE_TOKENS)),
-        "memory": work.moved / (hardware.hbm * 1e9 * MEMORY),
-    }
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The work of one micro-step: forward, backward, and what recomputation adds to backward."""
-
-    forward: Work
-    backward: Work
-    again: Work
-    head: Work
-    """The part of forward that comes last: it waits for the update of the last unit."""
+    attention = work.attention / (peak * ATTENTION * setup.seq / (setup.seq + HALF_RATE_TOKENS))
+    return work.products / rate + attention + work.moved / (hardware.hbm * 1e9 * MEMORY)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a model computes in a step, as far as its seconds depend on it."""
+    """What a model computes in a step, as far as its seconds depend on it; work is one rank's, of a micro-step."""
 
-    passes: Passes
-    gradients: Work
-    """Copying gradients into flats or buckets in each backward, and their norm, where backward does not have it."""
+    forward: Work
+    backward: Work
+    again: Work
+    """What recomputation adds to backward."""
+    head: Work
+    """The part of forward that comes last: it waits for the update of the last unit."""
     operations: float
     """Of a step of all ranks, as MFU counts them."""
     ends: int
@@ -83,7 +72,7 @@ class Computed:
     chunks: float
     """Chunks in which a rank updates what passes through the update's slots, if everything does."""
     layers: int
-    hidden: int
+    hidden: int = 0
     """Elements per token of the sums over tensor-parallel ranks; 0: not known."""
     update: Work = Work()
     """What a rule that updates whole matrices computes on every rank; other updates only move their states."""
@@ -91,8 +80,8 @@ class Computed:
     """The share of the trained parameters that such a rule updates: their states come, are updated and go in turn."""
 
 
-def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
-    """Return one rank's work of a micro-step."""
+def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
+    """Return what a model computes in a step, by the formulas of its shape."""
     (forward, backward), again = _ends(shape, setup, host), Work()
     head = forward
     recompute = setup.blocks(shape.layers)
@@ -101,20 +90,17 @@ def passes(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Passes:
         forward, backward = forward + there.times(number), backward + back.times(number)
         whole = max(0, min(number, recompute.whole - first))
         part = max(0, min(number, recompute.count - first)) - whole
-        again += _repeated(shape, setup, there, first).times(whole) + Work(moved=there.moved).times(part)
+        # Recomputation stops before a block's last product, whose result is not used, as a compiled block's graph does.
+        rows, mlp = list(_mlps(shape, first))[-1]
+        last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
+        again += Work(there.products - last, there.attention, there.moved).times(whole)
+        again += Work(moved=there.moved).times(part)
     hosted = recomputing(host, setup, recompute.whole, recompute.count - recompute.whole)
     forward, again = forward + Work(host=hosted * HOST_FORWARD), again + Work(host=hosted * (1 - HOST_FORWARD))
-    return Passes(forward, backward, again, head)
-
-
-def computed(shape: Shape, setup: Setup, host: HostTimes = USUAL) -> Computed:
-    """Return what a model computes in a step, by the formulas of its shape."""
-    gradients = Work(moved=shape.trainable_numel / setup.tp * (2 * setup.width + setup.grad_width))
+    operations = model_flops(shape, setup.seq, setup.batch * setup.seq * setup.accumulate * setup.dp)
     ends = sum(each.numel for each in (*shape.embed_parameters(), *shape.head_parameters()))
-    tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
-    found = passes(shape, setup, host), gradients, model_flops(shape, setup.seq, tokens), ends
-    units = list(shape.units())
-    return Computed(*found, num_chunks(units, setup), shape.layers, shape.hidden, *whole_update(units, setup, host))
+    chunks, updates = num_chunks(shape.units, setup), whole_update(shape.units, setup, host)
+    return Computed(forward, backward, again, head, operations, ends, chunks, shape.layers, shape.hidden, *updates)
 
 
 def whole_update(units: Iterable[tuple[Unit, int]], setup: Setup, host: HostTimes) -> tuple[Work, float]:
@@ -133,7 +119,6 @@ def whole_update(units: Iterable[tuple[Unit, int]], setup: Setup, host: HostTime
 
 
 def num_chunks(units: Iterable[tuple[Unit, int]], setup: Setup) -> float:
-    """Return the chunks of an update."""
     shared, chunk, found = setup.tp * (setup.shards if setup.zero.optimizer else 1), setup.sizing.chunk, 0.0
     for unit, number in units:
         trained = sum(each.numel for each in unit.parameters if each.trainable)
@@ -156,19 +141,15 @@ def model_flops(shape: Shape, seq: int, tokens: int) -> float:
 
 
 def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Work, Work]:
-    """Return the forward and backward work of one block."""
     tokens, tp, width = setup.batch * setup.seq, setup.tp, setup.width
     hidden, queries, keys = shape.hidden, shape.width_q // tp, shape.width_kv // tp
-    products, inner = 0.0, 0.0
     trained = shape.trainable_numel / shape.numel  # a frozen weight has no gradient: one product less
-    for rows, inputs, outputs in _matrices(shape, block):
-        products += 2 * rows * inputs * outputs / tp
-    for rows, mlp in _mlps(shape, block):
-        inner += rows * mlp / tp
+    products = sum(2 * rows * inputs * outputs / tp for rows, inputs, outputs in _matrices(shape, block))
+    inner = sum(rows * mlp / tp for rows, mlp in _mlps(shape, block))
     attention = setup.seq * (shape.width_q + shape.width_out) / tp  # two products, each causal
     norms = NORMS[shape.norms] * hidden + (queries + keys if shape.q_norm else 0)
     rotated = queries + keys if shape.rotary else 0
-    visits = shape.experts_per_token * hidden if shape.is_sparse(block) else 0
+    visits = shape.experts_per_token * hidden if shape.sparse[block] else 0
     dropped = 2 * hidden if shape.dropout else 0
     biases = (queries + 2 * keys) * shape.qkv_bias + hidden * shape.out_bias + (inner + hidden) * shape.mlp_bias
     gate, back = (3, 5) if shape.gated else (2, 3)
@@ -180,20 +161,11 @@ def _block(shape: Shape, setup: Setup, block: int, host: HostTimes) -> tuple[Wor
         # once; the input's gradient is written, and added to the layer's.
         there, again = there + (inputs + 2 * outputs) / tp, again + (5 * inputs + 2 * outputs) / tp
     factor = tokens * width * (COMPILED if setup.compiled else 1.0)
-    hosted, later = (host.block * share * _hosted(setup) for share in (HOST_FORWARD, 1 - HOST_FORWARD))
+    launched = HOST_COMPILED if setup.compiled else 1.0
+    hosted, later = (host.block * share * launched for share in (HOST_FORWARD, 1 - HOST_FORWARD))
     both, attended = (1 + trained) * products * tokens, attention * tokens * BACKWARD_OPS
     forward = Work(products * tokens, attention * tokens, there * factor, host=hosted)
     return forward, Work(both, attended, again * factor, host=later)
-
-
-def _repeated(shape: Shape, setup: Setup, forward: Work, block: int) -> Work:
-    """Return what recomputing a block runs again: all of its forward up to its last product, whose result is not used.
-
-    A compiled block's graph leaves it out as well.
-    """
-    rows, mlp = list(_mlps(shape, block))[-1]
-    last = 2 * setup.batch * setup.seq * rows * mlp * shape.hidden / setup.tp
-    return Work(forward.products - last, forward.attention, forward.moved)
 
 
 def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -> float:
@@ -201,10 +173,6 @@ def recomputing(host: HostTimes, setup: Setup, whole: float, selective: float) -
     if setup.compiled:
         return host.block * HOST_AGAIN * (whole + selective)
     return host.whole * whole + host.selective * selective
-
-
-def _hosted(setup: Setup) -> float:
-    return HOST_COMPILED if setup.compiled else 1.0
 
 
 def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
@@ -219,7 +187,7 @@ def _matrices(shape: Shape, block: int) -> Iterator[tuple[float, int, int]]:
     else:
         yield 1, hidden, shape.width_q + 2 * shape.width_kv
     yield 1, shape.width_out, hidden
-    if shape.is_sparse(block):
+    if shape.sparse[block]:
         yield 1, hidden, shape.experts
     for rows, mlp in _mlps(shape, block):
         yield rows, hidden, mlp * (2 if shape.gated else 1)
@@ -237,7 +205,7 @@ def _adapted(shape: Shape) -> Iterator[tuple[int, int]]:
 
 def _mlps(shape: Shape, block: int) -> Iterator[tuple[int, int]]:
     """Yield (rows per token, width) of a block's MLPs."""
-    if not shape.is_sparse(block):
+    if not shape.sparse[block]:
         yield 1, shape.mlp_hidden
         return
     if shape.shared_hidden:

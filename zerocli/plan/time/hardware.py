@@ -142,20 +142,9 @@ PRESETS: Mapping[str, Hardware] = {
 
 ALIASES = {"a100": "a100-80", "v100": "v100-32", "4090": "rtx4090"}
 
-_GPU_NAMES = {
-    r"b200": "b200",
-    r"h200": "h200",
-    r"h100": "h100",
-    r"mi300x": "mi300x",
-    r"l40s": "l40s",
-    r"a100.*80": "a100-80",
-    r"a100": "a100-40",
-    r"4090": "rtx4090",
-    r"v100.*16": "v100-16",
-    r"v100": "v100-32",
-    r"\bp100\b": "p100",
-    r"\bt4\b": "t4",
-}
+_GPU_NAMES = {name: name for name in ("b200", "h200", "h100", "mi300x", "l40s")}
+_GPU_NAMES |= {"a100.*80": "a100-80", "a100": "a100-40", "4090": "rtx4090", "v100.*16": "v100-16", "v100": "v100-32"}
+_GPU_NAMES |= {r"\bp100\b": "p100", r"\bt4\b": "t4"}
 """Pattern in the driver's name of a GPU -> preset; the first that is found counts."""
 _WITHOUT_BF16 = re.compile(r"\b(gtx|titan|tesla [kmpt]\d+|[kmp]\d0|rtx 20\d\d|quadro (rtx|gv|gp|[kmp]))")
 """Names of GPUs before compute capability 8.0 that are in no preset."""

@@ -47,7 +47,7 @@ class Kind:
         layers, units = model.layers, model.layers + 2  # embedding and head are launched too
         offload = read_placement(self.offload)
         setup = Setup(stage=3, ranks=1, precision=precision, offload=offload, staging_nbytes=self.staging)
-        chunks = num_chunks(shape_of(model, TOKENS).units(), setup) if "optimizer" in self.offload else 0
+        chunks = num_chunks(shape_of(model, TOKENS).units, setup) if "optimizer" in self.offload else 0
         gradients, parameters = "grads" in self.offload, "params" in self.offload
         return {
             "host_block": units,
@@ -114,7 +114,6 @@ def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kin
 
 
 def _engine(config: ModelConfig, kind: Kind, precision: str, device: torch.device) -> Engine:
-    """Return an engine of a tiny model."""
     model = build(config, TOKENS, "meta")
     return api.shard(
         *(model, "adamw", 1e-4), stage=3, precision=precision, clip=1.0, recompute=kind.recompute,
@@ -124,7 +123,6 @@ def _engine(config: ModelConfig, kind: Kind, precision: str, device: torch.devic
 
 
 def _step(engine: Engine, tokens: torch.Tensor) -> float:
-    """Return the seconds of a training step."""
     began = time.perf_counter()
     loss = engine(tokens, tokens)
     engine.backward(loss)

@@ -21,7 +21,7 @@ from zerocli.plan.time.compute import UPDATE, Computed, device_seconds
 from zerocli.plan.time.hardware import Hardware, HostTimes
 from zerocli.plan.time.network import Group
 from zerocli.plan.time.schedule import UnitTimes, replay
-from zerocli.plan.time.traffic import gathered_nbytes, off_device, parameters_off_device, traffic
+from zerocli.plan.time.traffic import gathered_nbytes, off_device, share_off_device, traffic
 
 GB = 1e9
 LINK, DISK = 0.95, 0.9
@@ -77,9 +77,6 @@ class Moved:
         both = (self.up + self.down) / (2 * hardware.both_ways)
         return max(self.up, self.down, both) / (hardware.pcie * GB * LINK)
 
-    def disk_seconds(self, hardware: Hardware) -> float:
-        return self.disk / (hardware.disk * GB * DISK)
-
 
 @dataclass
 class Phase:
@@ -99,11 +96,6 @@ class Phase:
         return max(self.parts["compute"] + self.parts["tensor parallel"], self.replayed)
 
     @property
-    def exposed(self) -> float:
-        """Seconds in which compute waits for collectives other than tensor-parallel sums."""
-        return self.computing - self.parts["compute"] - self.parts["tensor parallel"]
-
-    @property
     def seconds(self) -> float:
         transfers = max(self.parts.get(name, 0.0) for name in ("pcie", "nvme", "update"))
         return max(self.computing, transfers + self.tail if transfers else 0.0)
@@ -114,9 +106,11 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     setup = plan.setup
     first, backward, forward = _phases(plan, work, hardware)
     held = plan.num_trained / setup.tp / (setup.shards if setup.zero.optimizer else 1)
-    offloaded = sum(plan.of("optimizer_states", tier) for tier in off_device(plan))
+    offloaded = off_device(plan, "optimizer_states")
+    # An update reads and writes master and states, a gradient, and the parameter, which may be a part of the master.
+    updated = 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
     # Update kernels use the GPU wherever their states come from; an update on the CPU runs concurrently.
-    here = held * _update_nbytes(setup) / (hardware.hbm * GB * UPDATE)
+    here = held * updated / (hardware.hbm * GB * UPDATE)
     if offloaded and (mine := _share_of_cpu(setup, hardware)):
         states = plan.of("optimizer_states") * setup.local_ranks + offloaded
         mine *= offloaded / states
@@ -128,16 +122,20 @@ def estimate(plan: Plan, work: Computed, hardware: Hardware) -> Estimate:
     here += _whole_seconds(plan, work, hardware)
     every = (first, backward, forward)
     parts = {name: sum(each.parts.get(name, 0.0) * each.times for each in every) for name in first.parts}
-    waits = here + _waited(plan, work.ends, hardware)
-    ahead = BLOCKS_AHEAD * hardware.host.block
-    forwarded, seconds = _ends(every, setup.accumulate, waits, ahead)
+    # Compute waits for transfers: of what is offloaded of the ends, and of activation checkpoints in backward.
+    waited = EXPOSED_GATHERS * share_off_device(plan, "parameters") * work.ends * setup.width / setup.tp
+    waited += CHECKPOINT_WAIT * (off_device(plan, "activations") / setup.local_ranks)
+    waits = here + setup.accumulate * waited / (hardware.pcie * GB * LINK)
+    forwarded, seconds = _ends(every, setup.accumulate, waits, BLOCKS_AHEAD * hardware.host.block)
     parts["update"] = parts.get("update", 0.0) + here
     bound = max(parts, key=lambda name: parts[name])
     alone = min(forwarded, _together(first.computing - first.tail, first.parts["host"]) + first.tail)
     phases = {"forward": alone, "backward": seconds - forwarded, "update": forwarded - alone}
     tokens = setup.batch * setup.seq * setup.accumulate * setup.dp
     mfu = work.operations / (seconds * setup.ranks * hardware.tflops * 1e12)
-    exposed = sum(each.exposed * each.times for each in every)
+    exposed = 0.0  # compute waits for collectives other than tensor-parallel sums
+    for each in every:
+        exposed += (each.computing - each.parts["compute"] - each.parts["tensor parallel"]) * each.times
     hidden = max(0.0, 1 - exposed / parts["collectives"]) if parts["collectives"] else 1.0
     return Estimate(seconds, parts, bound, tokens / seconds, phases, mfu, hidden)
 
@@ -197,61 +195,45 @@ def _together(device: float, host: float) -> float:
     return float((device**OVERLAP_EXPONENT + host**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT))
 
 
-def _waited(plan: Plan, ends: int, hardware: Hardware) -> float:
-    """Return the seconds of a step in which compute waits for transfers: of the offloaded ones of `ends` parameters,
-    and of activation checkpoints in backward.
-    """
-    setup = plan.setup
-    off, held = parameters_off_device(plan), plan.of("parameters", HBM)
-    share = off / (off + held) if off else 0.0
-    checkpoints = sum(plan.of("activations", tier) for tier in off_device(plan)) / setup.local_ranks
-    waited = EXPOSED_GATHERS * share * ends * setup.width / setup.tp + CHECKPOINT_WAIT * checkpoints
-    return setup.accumulate * waited / (hardware.pcie * GB * LINK)
-
-
-def _update_nbytes(setup: Setup) -> int:
-    """Return what an update reads and writes per parameter: master and states, a gradient, the parameter.
-
-    Parameters that are a part of the master are read too.
-    """
-    return 2 * setup.state_width + setup.grad_width + setup.width * (2 if setup.sizing.split_master else 1)
-
-
 def _phases(plan: Plan, of: Computed, hardware: Hardware) -> list[Phase]:
     """Return the phases: the update with the first forward, a backward, and a later forward."""
-    setup, work = plan.setup, of.passes
-    decoding = Work(moved=_encoded_numel(plan, of) * DECODING_NBYTES.get(setup.codec, 0))
-    forward = work.forward + decoding
-    backward = work.backward + work.again + of.gradients + decoding
+    setup = plan.setup
+    # Frozen parameters of blocks are decoded wherever they are used.
+    encoded = max(0, plan.numel - plan.num_trained - of.ends) / setup.tp if setup.codec else 0.0
+    decoding = Work(moved=encoded * DECODING_NBYTES.get(setup.codec, 0))
+    # Gradients are copied into flats or buckets in each backward, and read for their norm.
+    gradients = Work(moved=plan.num_trained / setup.tp * (2 * setup.width + setup.grad_width))
+    forward = of.forward + decoding
+    backward = of.backward + of.again + gradients + decoding
     hidden = setup.batch * setup.seq * of.hidden * setup.width
     # Two sums per block and direction, and those of recomputed blocks once more.
     sums = 2 * of.layers * Group(setup.tp, setup.ranks_per_node).all_reduce(hidden, hardware)
-    repeated = setup.num_recomputed(of.layers) / of.layers
-    host = _host_moves(plan, of, hardware.host, 1 - _share_of_cpu(setup, hardware) * setup.updates_on_both)
-    head = sum(device_seconds(work.head, setup, hardware).values())
+    summed = sums * (1 + setup.blocks(of.layers).whole / of.layers)
+    cpu = _share_of_cpu(setup, hardware)
+    gathering, reducing, updating = _host_moves(plan, of, hardware.host, 1 - cpu * setup.updates_on_both)
+    head = device_seconds(of.head, setup, hardware)
     wire = Wire(plan, of, hardware)
-    every, last = float(setup.zero.parameters), _computing(backward, setup, hardware) / of.layers
+    every, last = float(setup.zero.parameters), device_seconds(backward, setup, hardware) / of.layers
     first = wire.phase(forward, sums, head, every or float(setup.zero.optimizer), 0.0, ahead=0.0, renews=1.0)
     later = wire.phase(forward, sums, head, every, 0.0, ahead=last)
-    back = wire.phase(backward, sums * (1 + repeated), 0.0, every, 1.0, ahead=head)
+    back = wire.phase(backward, summed, 0.0, every, 1.0, ahead=head)
     made = [
-        (1, forward, host.gather + host.update, sums, first),
-        (setup.accumulate, backward, host.gather + host.reduce, sums * (1 + repeated), back),
-        (setup.accumulate - 1, forward, host.gather, sums, later),
+        (1, forward, gathering + updating, sums, first, head),
+        (setup.accumulate, backward, gathering + reducing, summed, back, 0.0),
+        (setup.accumulate - 1, forward, gathering, sums, later, head),
     ]
     phases = []
-    moves = _moved(plan, plan.num_trained / setup.tp, _share_of_cpu(setup, hardware), of.whole)
-    for (times, computed, hosted, exchanged, (gathered, replayed)), moved in zip(made, moves, strict=True):
+    moves = _moved(plan, cpu, of.whole)
+    for (times, computed, hosted, exchanged, collectives, tail), moved in zip(made, moves, strict=True):
         parts = {
-            "compute": _computing(computed, setup, hardware),
+            "compute": device_seconds(computed, setup, hardware),
             "host": computed.host + hosted,
             "tensor parallel": exchanged,
-            "collectives": gathered,
+            "collectives": collectives[0],
             "pcie": moved.pcie_seconds(hardware),
-            "nvme": moved.disk_seconds(hardware),
+            "nvme": moved.disk / (hardware.disk * GB * DISK),
         }
-        phases.append(Phase(parts, times=times, replayed=replayed))
-    phases[0].tail = phases[2].tail = head
+        phases.append(Phase(parts, tail, times, replayed=collectives[1]))
     return phases
 
 
@@ -259,17 +241,13 @@ def _whole_seconds(plan: Plan, work: Computed, hardware: Hardware) -> float:
     """Return the seconds of updates of whole matrices: what is offloaded of them comes, and all but gradients goes, in
     turn.
     """
-    moving, device = 0.0, _computing(work.update, plan.setup, hardware)
-    for tier in off_device(plan):
+    moving, device = 0.0, device_seconds(work.update, plan.setup, hardware)
+    for tier in (each for each in plan.tiers if each != HBM):
         both = plan.of("optimizer_states", tier) + plan.of("parameters", tier)
         moved = work.whole * (2 * both + plan.of("gradients", tier))
         link = Moved(up=moved / plan.setup.local_ranks)
-        moving += Moved(disk=moved).disk_seconds(hardware) if tier == "nvme" else link.pcie_seconds(hardware)
+        moving += moved / (hardware.disk * GB * DISK) if tier == "nvme" else link.pcie_seconds(hardware)
     return moving + device + work.update.host if moving else _together(device, work.update.host)
-
-
-def _computing(work: Work, setup: Setup, hardware: Hardware) -> float:
-    return sum(device_seconds(work, setup, hardware).values())
 
 
 class Wire:
@@ -313,7 +291,7 @@ class Wire:
 
         `gathers`, `reduces` and `renews` say whether it has such collectives.
         """
-        block = (_computing(work, self._setup, self._hardware) - head + sums) / self._layers
+        block = (device_seconds(work, self._setup, self._hardware) - head + sums) / self._layers
 
         def unit(compute: float, of: UnitTimes) -> UnitTimes:
             return UnitTimes(compute, gathers * of.gather, reduces * of.reduce, reduces * of.across, renews * of.renew)
@@ -326,35 +304,18 @@ class Wire:
         return alone, replay(units[::-1] if reduces else units, buffers, ahead, self._shared)
 
 
-def _encoded_numel(plan: Plan, of: Computed) -> float:
-    """Return the frozen parameters of a rank's blocks, which are decoded wherever they are used."""
-    return max(0, plan.numel - plan.num_trained - of.ends) / plan.setup.tp if plan.setup.codec else 0.0
-
-
-@dataclass(frozen=True)
-class HostMoves:
-    """Seconds of the host for what is not on the device: in each pass, in backward, and in the update."""
-
-    gather: float
-    reduce: float
-    update: float
-
-
-def _host_moves(plan: Plan, of: Computed, host: HostTimes, device: float) -> HostMoves:
-    """Return the host's time for transfers of parameters, gradients, activation checkpoints and optimizer states, of
-    which the `device` updates this share.
+def _host_moves(plan: Plan, of: Computed, host: HostTimes, device: float) -> tuple[float, float, float]:
+    """Return the seconds of the host for what is not on the device: in each pass, in backward, and in the update, of
+    which the `device` makes this share.
     """
     units = of.layers + 2
-
-    def share(category: str) -> float:
-        off = sum(plan.of(category, tier) for tier in off_device(plan)) / plan.setup.local_ranks
-        return off / (off + plan.of(category, HBM)) if off else 0.0
-
-    kept = any(plan.of("activations", tier) for tier in off_device(plan)) * plan.setup.num_recomputed(of.layers)
-    states, gradients, parameters = map(share, ("optimizer_states", "gradients", "parameters"))
+    kept = (off_device(plan, "activations") > 0) * plan.setup.blocks(of.layers).whole
+    states, gradients, parameters = (
+        share_off_device(plan, each) for each in ("optimizer_states", "gradients", "parameters")
+    )
     through = max(states, gradients, parameters) * device  # the share of the update that passes through its slots
     transfers = num_transfers(plan.setup, states, gradients, parameters) * device
-    return HostMoves(
+    return (
         host.moved * units * parameters,
         host.reduced * units * gradients + host.kept * kept,
         (host.streamed * units + host.chunk * of.chunks) * through + host.transfer * of.chunks * transfers,
@@ -369,18 +330,16 @@ def num_transfers(setup: Setup, states: float, gradients: float, parameters: flo
     return 2 * states + gradients + (1 + setup.sizing.split_master) * parameters
 
 
-def _moved(plan: Plan, local: float, cpu: float, whole: float) -> tuple[Moved, Moved, Moved]:
+def _moved(plan: Plan, cpu: float, whole: float) -> tuple[Moved, Moved, Moved]:
     """Return the bytes that one rank moves over PCIe, and its node to and from disks, in each kind of phase, if the CPU
     updates this share of the offloaded states, and another share is updated `whole`, before these phases.
     """
     setup, ranks = plan.setup, plan.setup.local_ranks
     added = 1 - 1 / setup.accumulate  # share of backwards that add to gradients of earlier ones
     first, backward, forward = Moved(), Moved(), Moved()
-    elsewhere = off_device(plan)
-    offloaded = [plan.of("optimizer_states", tier) for tier in elsewhere]
-    on_cpu = cpu if any(offloaded) else 0.0
+    on_cpu = cpu if off_device(plan, "optimizer_states") else 0.0
     through = 1 - on_cpu - whole  # the share of states, gradients and new parameters that pass through the device
-    for tier in elsewhere:
+    for tier in (each for each in plan.tiers if each != HBM):
         states, gradients, parameters, checkpoints = (
             plan.of(kind, tier) / ranks for kind in ("optimizer_states", "gradients", "parameters", "activations")
         )
@@ -399,10 +358,10 @@ def _moved(plan: Plan, local: float, cpu: float, whole: float) -> tuple[Moved, M
             backward.disk += ranks * (read + gradients * (1 + added) + checkpoints)
             forward.disk += ranks * (read + checkpoints)
     if on_cpu:
-        share = on_cpu * local / (setup.shards if setup.zero.optimizer else 1)
-        if not any(plan.of("gradients", tier) for tier in elsewhere):
+        share = on_cpu * (plan.num_trained / setup.tp) / (setup.shards if setup.zero.optimizer else 1)
+        if not off_device(plan, "gradients"):
             first.down += share * setup.grad_width
-        if not any(plan.of("parameters", tier) for tier in elsewhere):
+        if not off_device(plan, "parameters"):
             first.up += share * setup.width
             first.down += share * setup.width * setup.sizing.split_master
     return first, backward, forward

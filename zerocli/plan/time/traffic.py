@@ -50,8 +50,7 @@ def _renewed(plan: Plan) -> float:
     setup, new = plan.setup, plan.num_trained / plan.setup.tp * plan.setup.width
     if not setup.zero.parameters:
         return new
-    off, here = parameters_off_device(plan), plan.of("parameters", HBM)
-    share = off / (off + here) if off else 0.0
+    share = share_off_device(plan, "parameters")
     return (1 - share) * new + share * 2 * setup.accumulate * gathered_nbytes(plan)
 
 
@@ -60,15 +59,15 @@ def gathered_nbytes(plan: Plan) -> float:
     setup = plan.setup
     if not setup.codec:
         return plan.numel / setup.tp * setup.width
-    own = plan.of("parameters", HBM) + parameters_off_device(plan)
+    own = plan.of("parameters", HBM) + off_device(plan, "parameters") / setup.local_ranks
     return own * (setup.shards if setup.zero.parameters else 1)
 
 
-def parameters_off_device(plan: Plan) -> float:
-    """Return the bytes of one rank's parameters on other tiers."""
-    return sum(plan.of("parameters", tier) for tier in off_device(plan)) / plan.setup.local_ranks
+def off_device(plan: Plan, category: str) -> int:
+    """Return a node's bytes of a category that are not on its devices; of other packages' tiers too."""
+    return sum(plan.of(category, tier) for tier in plan.tiers if tier != HBM)
 
 
-def off_device(plan: Plan) -> list[str]:
-    """Return the tiers other than the device; for those of other packages only the PCIe time is known."""
-    return [tier for tier in plan.tiers if tier != HBM]
+def share_off_device(plan: Plan, category: str) -> float:
+    off = off_device(plan, category) / plan.setup.local_ranks
+    return off / (off + plan.of(category, HBM)) if off else 0.0
