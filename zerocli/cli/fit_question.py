@@ -83,7 +83,7 @@ def split_sets(sets: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, int], 
         if section == "runtime":
             runtime[name] = parse_size(f"--set {key.strip()}", value, zero=True)
         else:
-            rates[name] = _rate(f"--set {key.strip()}", value, zero=name == "products")
+            rates[name] = _rate(f"--set {key.strip()}", value, zero=name in ("products", "adam_beside"))
     return tuple(kept), runtime, rates
 
 

@@ -166,7 +166,7 @@ class Setup(Sharding):
         if name == "sgd" and options.keys() <= {"momentum"}:
             return Arrays(int(options.get("momentum", 0) != 0))
         found = _constructed(self.optimizer, options)
-        return found._replace(temporaries=(0, 0)) if name in ("adamw", "adam", "sgd") else found  # torch's are fused
+        return Arrays(found.states) if name in ("adamw", "adam", "sgd") else found  # torch's are fused
 
     @property
     def num_states(self) -> int:
