@@ -127,8 +127,8 @@ def _compute_rates() -> dict[str, float]:
     from zerocli.plan.time.rates import measure_rates
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rates = measure_rates(device)  # first: it warms the cores up, as training does
-    return rates | (measure_host(device) if device.type == "cuda" else {})  # without a GPU, the host is what computes
+    host = measure_host(device) if device.type == "cuda" else {}  # without a GPU, the host is what computes
+    return measure_rates(device) | host
 
 
 def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
