@@ -18,10 +18,12 @@ from lengths import LONG
 
 from zerocli import config as configs
 from zerocli.cli import main as cli
+from zerocli.config.options import RunOptions
 from zerocli.plan.blocks.inputs import shape_of
 from zerocli.plan.memory.build import plan_model
 from zerocli.plan.setup import setup_of
 from zerocli.plan.time.traffic import traffic
+from zerocli.run.output.report import next_commands
 
 KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "peak", "comm", "wait"}
 
@@ -224,3 +226,16 @@ def test_a_run_that_saves_and_resumes_does_not_import_torchs_checkpoints():
     code = "import sys, zerocli.run.trainer, zerocli.checkpoint.saver, zerocli.checkpoint.loader; "
     code += "sys.exit('torch.distributed.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "sets, words",
+    [
+        (["data.path=my chats.jsonl"], "zerocli train tiny --data 'my chats.jsonl' --stage 3 --offload cpu"),
+        (["data.mix=a.jsonl:2,b.jsonl"], "zerocli train tiny --data a.jsonl:2 --data b.jsonl --stage 3 --offload cpu"),
+        ([], "zerocli train tiny --stage 3 --offload cpu"),
+    ],
+)
+def test_the_next_command_trains_on_the_same_data(tmp_path, sets, words):
+    config = configs.load("tiny", ["zero.stage=3", *sets])
+    assert next_commands(config, RunOptions(str(tmp_path)), saved=False) == [words]

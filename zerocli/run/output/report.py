@@ -224,8 +224,9 @@ def next_commands(config: Config, options: RunOptions, saved: bool) -> list[str]
         made = [f"zerocli export {run} OUT"]
         return made if config.model.factory else [f'zerocli generate {run} "..."', *made]
     source, tp = shlex.quote(options.source), f" --tp {config.parallel.tp}" if config.parallel.tp > 1 else ""
+    data = "".join(f" --data {quoted(each)}" for each in config.data.mix or (config.data.path,) if each)
     more = "" if config.zero.stage < 3 else " --check 10" if config.offload.placement else " --offload cpu"
-    return [f"zerocli train {source} --stage 3{tp}{more}"]
+    return [f"zerocli train {source}{data} --stage 3{tp}{more}"]
 
 
 def _title(what: str, stage: int, tp: int) -> str:
