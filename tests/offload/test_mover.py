@@ -6,6 +6,7 @@ import functools
 import random
 import weakref
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from toys import train_uneven
 import zerocli
 from offload import tierset
 from offload.mover import Mover, StagedStore
+from offload.store import Store
 from tiers.dram import DramTier
 from tiers.errors import TierError
 from tiers.registry import open_tier
@@ -47,6 +49,15 @@ def make(sizes: list[int], budget: int) -> tuple[list[StagedStore], Mover, Count
     for number, store in enumerate(stores):
         store.put(0, torch.full((store.numel,), number, dtype=torch.int32)).synchronize()
     return stores, mover, traffic
+
+
+def test_freeing_an_array_raises_what_its_transfers_failed_with(monkeypatch):
+    store, future = Store(Disk(1 << 20, pin=False), "parameters", 100, torch.int32, Counter()), Future()
+    monkeypatch.setattr(Disk, "_read", lambda self, handle, target, *_: Transfer(target.numel(), future=future))
+    store.fetch(0, torch.empty(100, dtype=torch.int32))
+    future.set_exception(TierError("the disk is gone", tier="disk"))
+    with pytest.raises(TierError, match="the disk is gone"):
+        store.free()
 
 
 @pytest.mark.parametrize("seed", range(6))
