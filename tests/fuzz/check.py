@@ -73,10 +73,12 @@ MAY_REFUSE = (
     MayRefuse(
         "a released weight that left its block inside an object torch does not know, read outside",
         lambda p, label: p.moves and "scale" in _kinds(p) and any(call.style == "object" for call in p.calls),
+        keeps_state=False,  # the forward has begun, and counters that its blocks changed stay changed
     ),
     MayRefuse(
         "a part of a unit called without the unit, whose parameters are released then",
         lambda p, label: p.moves and any(call.inner for call in p.calls),
+        keeps_state=False,  # as above
     ),
     MayRefuse(
         "a module entered from outside whose parameters are not a unit's own: the model's forward has them",
