@@ -90,7 +90,8 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
             )
     else:
         # Reading it takes seconds, for transformers and torch; a trace in the cache needs neither.
-        longest = 0 if _given("train.seq", sets, flags) else hub.max_positions(hub.read_config(file))
+        given = _given("train.seq", sets, flags)
+        longest = 0 if given else _stated_positions(values) or hub.max_positions(hub.read_config(file))
     name = stem or str(values["model_type"])
     config = configs.assemble(configfile.Document(name, {}), sets, flags)
     if not _given("train.seq", sets, flags):
@@ -104,6 +105,12 @@ def _read_json(path: str, sets: Sequence[str], flags: Mapping[str, object]) -> S
     if shape is not None and shape.family not in TYPES:
         notes.append(f"{shape.family} is planned as zerocli would build it{hint}; transformers trains it")
     return Source(name, config, shape, 0, notes=tuple(notes), file=file)
+
+
+def _stated_positions(values: Mapping[str, object]) -> int:
+    """Return the longest sequence that a file states itself; 0 where its family decides, or a model within it."""
+    stated = values.get("max_position_embeddings")
+    return stated if isinstance(stated, int) and stated > 0 and "text_config" not in values else 0
 
 
 def _formula(file: hub.ConfigFile) -> Shape | None:
