@@ -96,11 +96,14 @@ def test_what_is_called_the_fastest_is_faster_than_states_in_host_memory(capsys)
     words += ("--precision", "bf16", "--ranks", "4", "--hardware", "l40s", "--set", "activations.policy=auto")
     _, answer = ask(capsys, *words, "--batch", "1", "--gpu-memory", "6GiB", "--max", "seq")
     best = answer["candidates"][answer["best"]["index"]]
-    room = ("--gpu-memory", f"{answer['hardware']['gpu_memory']}B", "--seq", str(answer["max"]["value"]))
+    # A little shorter, so that it fits with all blocks recomputed too, whose memory is more fragmented.
+    shorter = answer["max"]["value"] * 49 // 50
+    room = ("--gpu-memory", f"{answer['hardware']['gpu_memory']}B", "--seq", str(shorter))
     # Gradients stay: on their way to host memory they would need more of the GPU.
     away = "optimizer=cpu,params=cpu,activations=cpu"
     code, by_hand = ask(capsys, *words, "--batch", "1", *room, "--stage", "3", "--offload", away)
-    assert code == 0 and best["step"]["seconds"] <= 1.01 * by_hand["candidates"][0]["step"]["seconds"]
+    rates = (each["step"]["tokens_per_second"] for each in (best, by_hand["candidates"][0]))
+    assert code == 0 and next(rates) >= 0.98 * next(rates)
 
 
 @pytest.mark.long
