@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import signal
@@ -171,7 +172,8 @@ def stuck_in_tensor_parallelism() -> list[str]:
     config = ModelConfig(family="gpt2", vocab=32, layers=1, hidden=8, heads=2)
     engine = zerocli.shard(build(config, 4, "meta"), stage=1, tp=2)
     axis, store, said = engine.tensor_parallel, dist.distributed_c10d._get_default_store(), []
-    for number, act in enumerate((axis.max_, axis.agree_, axis.sum_)):
+    agree = functools.partial(axis.agree_, what="replicated gradients")
+    for number, act in enumerate((axis.max_, agree, axis.sum_)):
         told = threading.Event()
 
         def end(text: str, number: int = number, told: threading.Event = told) -> None:
