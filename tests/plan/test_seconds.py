@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import statistics
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,6 +174,33 @@ def test_the_hosts_times_are_what_its_steps_consist_of():
     counts = {kind: kind.counts(dataclasses.replace(MODEL, layers=4), "bf16") for kind in host_times.KINDS}
     took = {kind: sum(times[name] * number for name, number in each.items()) for kind, each in counts.items()}
     assert host_times.solve(counts, took) == pytest.approx(list(times.values()))
+
+
+def test_the_hosts_times_do_not_depend_on_its_pace_at_each_step(monkeypatch):
+    """A host that is up to twice as slow from one kind of step to the next: times are those at its mean pace."""
+    times = dict(zip(HOST, [2e-3, 1e-3, 3e-3, 4e-4, 5e-4, 6e-4, 7e-4, 8e-5, 9e-6], strict=True))
+    model, rng = dataclasses.replace(MODEL, layers=4), random.Random(5)
+    paces, loops = [], []
+
+    def step(kind, tokens):
+        if len(paces) % host_times.STEPS == 0:
+            paces.append(rng.choice([1.0, 1.0, 2.0]))
+        else:
+            paces.append(paces[-1])
+        return paces[-1] * sum(times[name] * number for name, number in kind.counts(model, "fp32").items())
+
+    def loop():
+        loops.append(paces[-1] * 1e-3)
+        return loops[-1]
+
+    engine = lambda config, kind, precision, device: types.SimpleNamespace(close=lambda: None, counts=kind.counts)  # noqa: E731
+    made = {"_step": step, "loop_seconds": loop, "_engine": engine, "FAMILIES": ("gpt2",)}
+    for name, value in (made | {"ModelConfig": lambda **fields: model}).items():
+        monkeypatch.setattr(host_times, name, value)
+    found = measure_host(torch.device("cpu"))
+    mean = statistics.fmean(loops) / 1e-3
+    assert 1.1 < mean < 1.6
+    assert found == pytest.approx({name: seconds * mean for name, seconds in times.items()})
 
 
 def test_chunks_of_a_streamed_update_cost_the_host_time():

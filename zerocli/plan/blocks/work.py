@@ -26,9 +26,10 @@ class Work:
     def times(self, number: float) -> Work:
         return Work(*(number * each for each in vars(self).values()))
 
-    def launched(self, seconds: float) -> Work:
-        """Return the same work with the host's time for its calls, this many seconds each."""
-        return Work(self.products, self.attention, self.moved, host=self.host + self.calls * seconds)
+    def launched(self, seconds: float, nbytes: float) -> Work:
+        """Return the same work with what each of its calls takes: the host's seconds, and the device's as bytes."""
+        moved, host = self.moved + self.calls * nbytes, self.host + self.calls * seconds
+        return Work(self.products, self.attention, moved, host=host)
 
     def compiled(self, moved: float, host: float) -> Work:
         """Return the work of the same operations in compiled blocks, which move a share of the bytes."""

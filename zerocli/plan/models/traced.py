@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 # The host's times are from steps of eleven families of transformers with 4 and 12 narrow blocks, on an H200, and from
 # 28 random models of the same families on three more such machines. What recomputation adds was raised after 22 more,
 # of which those that the host bounds were planned up to 38 % too fast.
-HOST_OPERATION = 14e-6
+HOST_OPERATION = 16e-6
 """Seconds in which the host launches one operation, with what a model's Python and autograd do around it."""
+KERNEL_NBYTES = 9e6
+"""A kernel begins and ends in 3 µs, as an H200 moves so many bytes: those of five narrow models of transformers took
+1.5 to 5 µs longer than their operations and bytes do."""
 UNIT, UNIT_FORWARD = 0.7, 0.41
 """The share of the host's time for a block (`hardware.HostTimes`) that is not for launching its operations (a block of
 GPT-2 has 13 in forward and 21 in backward), and forward's share of that."""
@@ -97,7 +100,7 @@ class Traced(Model):
         recompute = setup.recomputed.of(layers)
         calls = list(program.calls())
         once = _total(part.computed for part in calls), _total(part.computed_back for part in calls)
-        forward, backward = (each.launched(launch) for each in once)
+        forward, backward = (each.launched(launch, KERNEL_NBYTES) for each in once)
         blocks = [program.parts[part] for _, part, _ in program.blocks]
         whole = _total(part.repeated for part in blocks[: recompute.whole])
         part = _total(part.cheap for part in blocks[recompute.whole : recompute.count])
@@ -108,7 +111,7 @@ class Traced(Model):
             hosted = recomputing(host, setup, WHOLE_UNIT * recompute.whole, SELECTIVE_UNIT * selective)
             hosted += REPEATED * whole.calls * launch
             hosted += LOOKED_AT * forward.host * selective / max(1, layers)
-        again = (whole + part).launched(0.0)  # its launches are counted
+        again = (whole + part).launched(0.0, KERNEL_NBYTES)  # its launches are counted
         forward += Work(host=host.block * UNIT * UNIT_FORWARD * units)
         backward += Work(host=host.block * UNIT * (1 - UNIT_FORWARD) * units)
         trained = sum(each.trainable for unit in program.units for each in unit.parameters)

@@ -126,9 +126,12 @@ def _compute_rates() -> dict[str, float]:
     from zerocli.plan.time.host_times import measure_host
     from zerocli.plan.time.rates import measure_rates
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    host = measure_host(device) if device.type == "cuda" else {}  # without a GPU, the host is what computes
-    return measure_rates(device) | host
+    if not torch.cuda.is_available():
+        return measure_rates(torch.device("cpu"))  # the host is what computes
+    device = torch.device("cuda")
+    rates: dict[str, float] = {}
+    host = measure_host(device, lambda: rates.update(measure_rates(device)))
+    return rates | host
 
 
 def remembered(facts: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:

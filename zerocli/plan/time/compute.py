@@ -37,8 +37,9 @@ HOST_FORWARD = 0.4
 """Forward's share of the host's time for a block, recomputed or not (`hardware.HostTimes`)."""
 HOST_COMPILED, HOST_AGAIN = 1.25, 0.7
 """The host's time for a compiled block, and what its recomputation adds, relative to an eager block that is kept."""
-HOST_WHOLE_UPDATE = 0.33
-"""The host's time for the update of a parameter of a unit that is updated whole, relative to that for a block."""
+HOST_WHOLE_MATRIX, HOST_WHOLE_OTHER = 0.5, 0.08
+"""The host's time for the update of a matrix of a unit that is updated whole, and of another of its parameters,
+relative to that for a block."""
 ODD_WIDTH = 7
 """How much longer products of a matrix take whose longer side is no multiple of 8 (96 of 655 TFLOPS on an H200)."""
 WHOLE_UPDATE_NBYTES = 200
@@ -114,7 +115,8 @@ def whole_update(units: Iterable[tuple[Unit, int]], setup: Setup, host: HostTime
         if matrices:
             numel += here
             products = sum(setup.update_operations(each) * (ODD_WIDTH if max(each) % 8 else 1) for each in matrices)
-            found += Work(products, host=HOST_WHOLE_UPDATE * host.block * len(parameters)).times(number)
+            launched = HOST_WHOLE_MATRIX * len(matrices) + HOST_WHOLE_OTHER * (len(parameters) - len(matrices))
+            found += Work(products, host=launched * host.block).times(number)
     return found + Work(moved=WHOLE_UPDATE_NBYTES * numel), numel / max(1.0, trained)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -32,6 +32,18 @@ TURNS, STEPS = 8, 3
 LEAST_TURNS, SECONDS = 2, 3.0
 """After this many turns no other begins once a family has taken so long."""
 FAMILIES = ("gpt2", "llama")
+LOOP = 10_000
+"""Passes of the loop that gives the host's pace; half a millisecond."""
+
+
+def loop_seconds() -> float:
+    """Return what a fixed loop of Python takes at this moment: on a virtual machine's core, whose other half another
+    machine may use, up to twice as long from one second to the next; and launching takes as much longer.
+    """
+    began, total = time.perf_counter(), 0
+    for number in range(LOOP):
+        total += number * number
+    return time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -71,16 +83,23 @@ KINDS = (
 """As many as there are times, so that their steps give these."""
 
 
-def measure_host(device: torch.device) -> dict[str, float]:
-    """Return the seconds by the names of `Hardware`: the mean of both families."""
+def measure_host(device: torch.device, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Return the seconds by the names of `Hardware`: the mean of both families, at the host's mean pace.
+
+    `meanwhile` is called between the families, so that they see more of the host's phases.
+    """
     precision = "bf16" if device.type == "cuda" else "fp32"
-    found = numpy.zeros(len(HOST))
-    for family in FAMILIES:
+    found, loops = numpy.zeros(len(HOST)), []
+    for number, family in enumerate(FAMILIES):
+        if number:
+            meanwhile()
         model = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
-        took = _steps(model, precision, device)
+        took, here = _steps(model, precision, device)
         gc.collect()  # engines and models refer to each other
         found += solve({kind: kind.counts(model, precision) for kind in KINDS}, took)
-    return {name: max(0.0, float(total)) / len(FAMILIES) for name, total in zip(HOST, found, strict=True)}
+        loops += here
+    pace = statistics.fmean(loops)
+    return {name: max(0.0, float(total)) for name, total in zip(HOST, found * pace / len(FAMILIES), strict=True)}
 
 
 def solve(counts: Mapping[Kind, Mapping[str, float]], took: Mapping[Kind, float]) -> numpy.ndarray:
@@ -89,13 +108,14 @@ def solve(counts: Mapping[Kind, Mapping[str, float]], took: Mapping[Kind, float]
     return numpy.linalg.solve(numpy.array(rows), numpy.array([took[kind] for kind in counts]))
 
 
-def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kind, float]:
-    """Return the seconds of a step of each kind.
+def _steps(model: ModelConfig, precision: str, device: torch.device) -> tuple[dict[Kind, float], list[float]]:
+    """Return the time of a step of each kind relative to that of the loops just before and after it, and these.
 
     They take turns: a host is slower at times, and differences count. A turn's first step is not counted, since it
     finds the host's caches full of what the other kinds use; nor is the first turn, which finds nothing built.
     """
-    seconds: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+    relative: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+    loops: list[float] = []
     tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device=device)
     with contextlib.ExitStack() as closing:
         engines = {}
@@ -108,9 +128,13 @@ def _steps(model: ModelConfig, precision: str, device: torch.device) -> dict[Kin
             if turn > LEAST_TURNS and time.perf_counter() - began > SECONDS:
                 break
             for kind in KINDS:
-                took = [_step(engines[kind], tokens) for _ in range(STEPS)]
-                seconds[kind] += took[1:] if turn else []
-    return {kind: statistics.median(each) for kind, each in seconds.items()}
+                _step(engines[kind], tokens)
+                loops.append(loop_seconds())
+                for _ in range(1, STEPS):
+                    took = _step(engines[kind], tokens)
+                    loops.append(loop_seconds())
+                    relative[kind] += [2 * took / sum(loops[-2:])] if turn else []
+    return {kind: statistics.median(each) for kind, each in relative.items()}, loops
 
 
 def _engine(config: ModelConfig, kind: Kind, precision: str, device: torch.device) -> Engine:
