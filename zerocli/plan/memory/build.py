@@ -254,6 +254,8 @@ Transfer = tuple[int, ...]
 """The most that a transfer uses of each of its staging buffers."""
 Uses = list[tuple[list[Transfer], int]]
 """Of a tier object: transfers, and how many are in flight."""
+MOST_ALIKE = 1 + max(constants.NUM_SLOTS, constants.MAX_BUCKETS)
+"""Equal units in a row whose transfers are looked at: what is in flight of more is alike."""
 
 
 def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
@@ -270,7 +272,7 @@ def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
                 return []
             return _parts([(count, size(flat, numel)) for count, numel in chunk_runs(flat, sizing.chunk)], setup.verify)
 
-        return flats.sizes(of)
+        return flats.sizes(of, MOST_ALIKE)
 
     def reduced(flat: FlatSpec) -> list[Transfer]:
         """Return the transfers by which a flat's gradients are written."""
@@ -282,8 +284,12 @@ def _disk_tiers(setup: Setup, flats: Flats, peaks: Peaks) -> list[Uses]:
     parameters = chunked(lambda flat, numel: numel * flat.width * (flat.tiers["parameters"] == "nvme"))
     records = chunked(lambda flat, numel: sizing.record_nbytes(flat.width, numel) * (flat.tiers["optimizer"] == "nvme"))
     fetched = chunked(lambda flat, numel: numel * sizing.grad_width(flat.width) * (flat.tiers["gradients"] == "nvme"))
-    whole = flats.sizes(lambda flat: _parts([(1, flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme"))]))
-    written = flats.sizes(reduced)
+
+    def placed(flat: FlatSpec) -> list[Transfer]:
+        """Return the transfer by which a flat's parameters are written or fetched whole."""
+        return _parts([(1, flat.own.numel * flat.width * (flat.tiers["parameters"] == "nvme"))])
+
+    whole, written = flats.sizes(placed, MOST_ALIKE), flats.sizes(reduced, MOST_ALIKE)
     slots = constants.NUM_SLOTS
     objects: list[Uses] = [
         # Written back in the update; whole when they are placed; fetched for the next unit while one is computed with.

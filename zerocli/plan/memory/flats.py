@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property
@@ -47,11 +48,11 @@ class Flats(list[FlatSpec]):
         """Return the sum of a size of every flat."""
         return sum(times * size(flat) for unit, times in self.runs for flat in unit)
 
-    def sizes(self, of: Callable[[FlatSpec], list[T]]) -> list[T]:
-        """Return sizes of every flat, in order."""
+    def sizes(self, of: Callable[[FlatSpec], list[T]], most: int = sys.maxsize) -> list[T]:
+        """Return sizes of every flat, in order; of each run those of its first `most` units."""
         found: list[T] = []
         for unit, times in self.runs:
-            found += [size for flat in unit for size in of(flat)] * times
+            found += [size for flat in unit for size in of(flat)] * min(times, most)
         return found
 
     def pieces(self, sizing: Sizing, tier: str) -> dict[str, list[int]]:

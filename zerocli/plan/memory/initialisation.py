@@ -60,7 +60,7 @@ class Initialisation:
         held = [dict(ledger.held)]
         period = self._model.period
         lead = max(period, REPLAYED_UNITS) if self._arenas else period
-        for at, skipped in replayed([id(unit) for unit in self._units], lead, period):
+        for at, skipped in replayed(list(map(id, self._units)), lead, period):
             if skipped:
                 for category, nbytes in ledger.since(held[-1 - period], skipped // period).items():
                     self._keep_bytes(category, nbytes)

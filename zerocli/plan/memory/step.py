@@ -297,8 +297,8 @@ class Replay(Initialisation):
     def _choose_blocks(self) -> None:
         layers, period = self._model.layers, self._model.period
         tiers = [*self._checkpoints.tiers, *[""] * (layers - len(self._checkpoints.tiers))]
-        units = (id(self._units[self._model.unit(block)]) for block in range(layers))
-        whole = (block < self._recompute.whole for block in range(layers))
+        units = map(id, map(self._units.__getitem__, map(self._model.unit, range(layers))))
+        whole = [True] * self._recompute.whole + [False] * (layers - self._recompute.whole)
         keys = list(zip(units, tiers, self._model.kinds, whole, strict=True))
         self._replayed = list(replayed(keys, self._lead + period, period))
 

@@ -7,6 +7,7 @@ run one after the other, in the order in which they are issued.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,3 +51,11 @@ def replay(units: Sequence[UnitTimes], buffers: int, ahead: float = 0.0, shared:
             if shared:
                 inside = across
     return max(ends[-1], inside, across)
+
+
+@functools.lru_cache(1024)
+def replay_blocks(
+    first: UnitTimes, block: UnitTimes, number: int, last: UnitTimes, buffers: int, ahead: float, shared: bool
+) -> float:
+    """Return the same of a unit, this `number` of equal ones, and another; a search asks for few of them, often."""
+    return replay([first, *[block] * number, last], buffers, ahead, shared)

@@ -20,7 +20,7 @@ from zerocli.plan.setup import Setup
 from zerocli.plan.time.compute import UPDATE, Computed, device_seconds
 from zerocli.plan.time.hardware import Hardware, HostTimes
 from zerocli.plan.time.network import Group
-from zerocli.plan.time.schedule import UnitTimes, replay
+from zerocli.plan.time.schedule import UnitTimes, replay_blocks
 from zerocli.plan.time.traffic import gathered_nbytes, off_device, share_off_device, traffic
 
 GB = 1e9
@@ -299,12 +299,13 @@ class Wire:
         def unit(compute: float, of: UnitTimes) -> UnitTimes:
             return UnitTimes(compute, gathers * of.gather, reduces * of.reduce, reduces * of.across, renews * of.renew)
 
-        ends, middle = (unit(0.0, self._end), unit(head, self._end)), [unit(block, self._block)] * self._layers
-        units = [ends[0], *middle, ends[1]]
+        first, middle, last = unit(0.0, self._end), unit(block, self._block), unit(head, self._end)
         resident = not self._setup.zero.parameters
-        buffers = len(units) if resident else self._setup.sizing.gather_buffers
-        alone = sum(each.gather + each.reduce + each.across + each.renew for each in units)
-        return alone, replay(units[::-1] if reduces else units, buffers, ahead, self._shared)
+        buffers = self._layers + 2 if resident else self._setup.sizing.gather_buffers
+        counted = ((first, 1), (middle, self._layers), (last, 1))
+        alone = sum(times * (each.gather + each.reduce + each.across + each.renew) for each, times in counted)
+        ends = (last, first) if reduces else (first, last)
+        return alone, replay_blocks(ends[0], middle, self._layers, ends[1], buffers, ahead, self._shared)
 
 
 def _host_moves(plan: Plan, of: Computed, host: HostTimes) -> tuple[float, float, float]:
