@@ -23,9 +23,8 @@ def long_lived() -> Iterator[None]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Collect no garbage while the body runs; for code that makes millions of objects and frees none of them.
-
-    Each full collection would look at all of them again.
+    """Collect no garbage while the body runs; for code that makes millions of objects and frees none of them, such as
+    imports: a fifth of torch's and transformers' time is that each full collection looks at all of them again.
     """
     on = gc.isenabled()
     gc.disable()

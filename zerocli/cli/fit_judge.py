@@ -10,6 +10,7 @@ from zerocli.cli.fit_question import Question, choose_setup, free_keys
 from zerocli.config import AUTO
 from zerocli.console import printable
 from zerocli.errors import UserError
+from zerocli.garbage import paused
 from zerocli.layout.sizes import format_bytes, format_seconds
 from zerocli.plan.blocks.inputs import Source, model_of
 from zerocli.plan.blocks.lora import left_out
@@ -34,6 +35,7 @@ SHOWN = 8
 """Rows of the table of `--auto`."""
 
 
+@paused()
 def judge(ask: Question, hardware: Hardware, notes: list[str]) -> Verdict:
     """Return the verdict for one kind of machine."""
     source, given = ask.source, ask.given

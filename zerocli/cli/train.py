@@ -25,6 +25,7 @@ from zerocli.config.hub import weight_files
 from zerocli.config.options import RunOptions, automatic_keys
 from zerocli.console import say
 from zerocli.errors import OK, UserError
+from zerocli.garbage import paused
 from zerocli.ranks.worker import die_with_parent, job_name, worker_environment
 from zerocli.regular_files import read_regular
 from zerocli.run.folders.folder import run_folder
@@ -143,7 +144,8 @@ def command(ctx: click.Context, /, source: str, sets: tuple[str, ...], run_dir: 
 
 
 def _train(config: configs.Config, options: RunOptions) -> int:
-    from zerocli.run import trainer
+    with paused():
+        from zerocli.run import trainer
 
     return trainer.work(config, options)
 

@@ -39,7 +39,7 @@ MAX_DISTANCE = 4
 of the pass."""
 MAX_OPERATIONS = 15_000
 """A model with more operations in forward is not traced: a loop over tokens takes minutes on fake tensors."""
-MANY_OPERATIONS, FEW_TOKENS = 1_000, (8, 16, 32)
+MANY_OPERATIONS, FEW_TOKENS = 1_000, (4, 8, 16)
 """With more operations than this, runs on so few tokens tell first whether forward loops over them."""
 Loss = Callable[[nn.Module, Setup], torch.Tensor]
 
