@@ -62,6 +62,15 @@ def test_a_folder_is_tuned_by_its_size_and_its_documents(folder):
     assert found["data.split"] == recipe.HELD_OUT
 
 
+def test_an_epoch_has_as_much_of_a_file_as_its_weight_says(folder, tmp_path):
+    (tmp_path / "more.jsonl").write_bytes((tmp_path / "data.jsonl").read_bytes())
+    plain = recipe.measure(configs.load(str(folder), BYTES))
+    mixed = ("data.mix=['data.jsonl:0.5', 'more.jsonl:2']", "data.tokenizer=bytes")
+    found = recipe.measure(configs.load(str(folder), mixed))
+    assert plain.documents == 400
+    assert found == (2.5 * plain.documents, 2.5 * plain.tokens, plain.most)
+
+
 def test_what_a_user_gives_wins(folder):
     sets = ("optimizer.lr=1e-3", "train.seq=64", "train.steps=9", "train.batch=3", "checkpoint.every=0", "data.split=0")
     found = chosen(folder, *sets)

@@ -61,7 +61,7 @@ class Default(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """What the data of a run is, as far as the defaults ask; all are 0 if it is not documents, or not known."""
+    """What an epoch of a run is, as far as the defaults ask; all are 0 if it is not documents, or not known."""
 
     documents: int = 0
     tokens: int = 0
@@ -215,8 +215,8 @@ def measure(config: Config) -> Lengths:
     from zerocli.data.preview import split_weight
     from zerocli.data.sources import cache_name, tokenised
 
-    lengths = []
-    for path in [split_weight(each)[0] for each in config.data.mix] or [config.data.path]:
+    lengths, documents, tokens = [], 0.0, 0.0
+    for path, weight in [split_weight(each) for each in config.data.mix] or [(config.data.path, 1.0)]:
         alone = config.with_values({"data.path": path, "data.mix": ()})
         with readable(path):
             form, files = find_files(path)
@@ -228,8 +228,9 @@ def measure(config: Config) -> Lengths:
                 _await(alone, name)
             found = tokenised(alone, form, files, encoder, name, ALONE)
         lengths.append(np.diff(found.ends, prepend=found.begin))
-    every = np.concatenate(lengths)
-    return Lengths(len(every), int(every.sum()), int(np.quantile(every, 0.99, method="higher")))
+        documents, tokens = documents + weight * len(lengths[-1]), tokens + weight * lengths[-1].sum()
+    most = np.quantile(np.concatenate(lengths), 0.99, method="higher")
+    return Lengths(round(documents), round(tokens), int(most))
 
 
 def _await(config: Config, name: str) -> None:

@@ -336,7 +336,7 @@ def compare(run: Run, start: dict[str, torch.Tensor]) -> dict[str, Any]:
 
             engine.step()
             difference = abs(total.item() / passes - line.loss)
-            result = [max(result[0], difference), max(result[1], difference / abs(line.loss))]
+            result = [max(result[0], difference), max(result[1], difference / (abs(line.loss) or 1.0))]
     if dist.is_initialized():
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         shared = torch.tensor(result, dtype=torch.float64, device=device)

@@ -136,7 +136,7 @@ def plan_count(numel: int, setup: Setup, frozen: int = 0) -> Plan:
         formula = f"{setup.width} B x {format_count(each)} parameters / {setup.group} ranks of a group"
         rows.append(Row("gathered", HBM, here * setup.copies, formula))
     kept = saves.saved(numel, setup, Flats(), frozen)
-    return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept)
+    return Plan(setup, numel, (*rows, *_on_nvme(kept)), {}, "", whole=False, saved=kept, trained=numel - frozen)
 
 
 # -- the device --------------------------------------------------------------------------------------------------------
