@@ -151,7 +151,7 @@ def test_a_host_that_takes_as_long_as_the_device_delays_it():
 
 @pytest.mark.long
 def test_the_host_is_measured_by_training(monkeypatch):
-    for name, few in {"LAYERS": 2, "TURNS": 1, "STEPS": 2, "FAMILIES": ("llama",)}.items():
+    for name, few in {"LAYERS": 2, "TURNS": 1, "STEPS": 2, "FAMILIES": {"llama": host_times.KINDS}}.items():
         monkeypatch.setattr(host_times, name, few)
     found = measure_host(torch.device("cpu"))
     assert set(found) == set(HOST) and 1e-5 < found["host_block"] < 1
@@ -173,7 +173,9 @@ def test_the_hosts_times_are_what_its_steps_consist_of():
     times = dict(zip(HOST, [2e-3, 1e-3, 3e-3, 4e-4, 5e-4, 6e-4, 7e-4, 8e-5, 9e-6], strict=True))
     counts = {kind: kind.counts(dataclasses.replace(MODEL, layers=4), "bf16") for kind in host_times.KINDS}
     took = {kind: sum(times[name] * number for name, number in each.items()) for kind, each in counts.items()}
-    assert host_times.solve(counts, took) == pytest.approx(list(times.values()))
+    assert host_times.solve(counts, took) == pytest.approx(times)
+    some = dict(list(counts.items())[:3])
+    assert host_times.solve(some, took) == pytest.approx({name: times[name] for name in HOST[:3]})
 
 
 def test_the_hosts_times_do_not_depend_on_its_pace_at_each_step(monkeypatch):
@@ -194,7 +196,7 @@ def test_the_hosts_times_do_not_depend_on_its_pace_at_each_step(monkeypatch):
         return loops[-1]
 
     engine = lambda config, kind, precision, device: types.SimpleNamespace(close=lambda: None, counts=kind.counts)  # noqa: E731
-    made = {"_step": step, "loop_seconds": loop, "_engine": engine, "FAMILIES": ("gpt2",)}
+    made = {"_step": step, "loop_seconds": loop, "_engine": engine, "FAMILIES": {"gpt2": host_times.KINDS}}
     for name, value in (made | {"ModelConfig": lambda **fields: model}).items():
         monkeypatch.setattr(host_times, name, value)
     found = measure_host(torch.device("cpu"))

@@ -9,7 +9,8 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -31,7 +32,6 @@ TURNS, STEPS = 8, 3
 """Each kind has at most this many turns of this many steps."""
 LEAST_TURNS, SECONDS = 2, 3.0
 """After this many turns no other begins once a family has taken so long."""
-FAMILIES = ("gpt2", "llama")
 LOOP = 10_000
 """Passes of the loop that gives the host's pace; half a millisecond."""
 
@@ -80,7 +80,9 @@ KINDS = (
     *(Kind(offload="optimizer=cpu"), Kind(offload="optimizer=cpu,grads=cpu"), Kind(offload=EVERYTHING)),
     *(Kind(offload="optimizer=cpu", staging=MANY), Kind(offload=EVERYTHING, staging=MANY)),  # many chunks
 )
-"""As many as there are times, so that their steps give these."""
+"""As many as there are times, so that their steps give these; the first of them give the first times."""
+FAMILIES = {"gpt2": KINDS, "llama": KINDS[:3]}
+"""What offloading adds depends on no family."""
 
 
 def measure_host(device: torch.device, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
@@ -89,37 +91,42 @@ def measure_host(device: torch.device, meanwhile: Callable[[], object] = lambda:
     `meanwhile` is called between the families, so that they see more of the host's phases.
     """
     precision = "bf16" if device.type == "cuda" else "fp32"
-    found, loops = numpy.zeros(len(HOST)), []
-    for number, family in enumerate(FAMILIES):
+    found, loops = defaultdict[str, list[float]](list), []
+    for number, (family, kinds) in enumerate(FAMILIES.items()):
         if number:
             meanwhile()
         model = ModelConfig(family=family, layers=LAYERS, hidden=WIDTH, heads=2, vocab=512, tie=False)
-        took, here = _steps(model, precision, device)
+        took, here = _steps(model, kinds, precision, device)
         gc.collect()  # engines and models refer to each other
-        found += solve({kind: kind.counts(model, precision) for kind in KINDS}, took)
+        for name, relative in solve({kind: kind.counts(model, precision) for kind in kinds}, took).items():
+            found[name].append(relative)
         loops += here
     pace = statistics.fmean(loops)
-    return {name: max(0.0, float(total)) for name, total in zip(HOST, found * pace / len(FAMILIES), strict=True)}
+    return {name: max(0.0, pace * statistics.fmean(each)) for name, each in found.items()}
 
 
-def solve(counts: Mapping[Kind, Mapping[str, float]], took: Mapping[Kind, float]) -> numpy.ndarray:
-    """Return the times, in the order of `HOST`, of which each kind's step consists."""
-    rows = [[each[name] for name in HOST] for each in counts.values()]
-    return numpy.linalg.solve(numpy.array(rows), numpy.array([took[kind] for kind in counts]))
+def solve(counts: Mapping[Kind, Mapping[str, float]], took: Mapping[Kind, float]) -> dict[str, float]:
+    """Return the times of which each kind's step consists: the first of `HOST`, as many as there are kinds."""
+    names = HOST[: len(counts)]
+    rows = [[each[name] for name in names] for each in counts.values()]
+    times = numpy.linalg.solve(numpy.array(rows), numpy.array([took[kind] for kind in counts]))
+    return dict(zip(names, map(float, times), strict=True))
 
 
-def _steps(model: ModelConfig, precision: str, device: torch.device) -> tuple[dict[Kind, float], list[float]]:
+def _steps(
+    model: ModelConfig, kinds: Sequence[Kind], precision: str, device: torch.device
+) -> tuple[dict[Kind, float], list[float]]:
     """Return the time of a step of each kind relative to that of the loops just before and after it, and these.
 
     They take turns: a host is slower at times, and differences count. A turn's first step is not counted, since it
     finds the host's caches full of what the other kinds use; nor is the first turn, which finds nothing built.
     """
-    relative: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
+    relative: dict[Kind, list[float]] = {kind: [] for kind in kinds}
     loops: list[float] = []
     tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device=device)
     with contextlib.ExitStack() as closing:
         engines = {}
-        for kind in KINDS:
+        for kind in kinds:
             engines[kind] = _engine(model, kind, precision, device)
             closing.callback(engines[kind].close)
         closing.enter_context(long_lived())  # as in training
@@ -127,7 +134,7 @@ def _steps(model: ModelConfig, precision: str, device: torch.device) -> tuple[di
         for turn in range(1 + TURNS):
             if turn > LEAST_TURNS and time.perf_counter() - began > SECONDS:
                 break
-            for kind in KINDS:
+            for kind in kinds:
                 _step(engines[kind], tokens)
                 loops.append(loop_seconds())
                 for _ in range(1, STEPS):
