@@ -18,7 +18,7 @@ from zerocli.plan.time.hardware import HOST
 from zerocli.regular_files import MAX_CONFIG_NBYTES, read_regular, write_text
 
 BENCH_NBYTES = 256 << 20
-LINK_SECONDS, DISK_SECONDS, COMPUTE_SECONDS = 2.0, 4.0, {"cuda": 15.0, "cpu": 5.0}
+LINK_SECONDS, DISK_SECONDS, COMPUTE_SECONDS = 2.0, 4.0, {"cuda": 20.0, "cpu": 5.0}
 UNMEASURED_NBYTES, UNMEASURED_SECONDS = 64 << 20, 0.5
 """The same for a disk that `--auto` may choose and nobody measured."""
 COMPUTE = "compute"
