@@ -435,6 +435,9 @@ def test_train_counts_data_parallel_ranks_and_checks_against_one_process(tmp_pat
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert (document["ranks"], document["tp"]) == (2, 2) and document["check"]["equal"]
+    numel = document["parameters"]  # what ranks hold as copies counts once
+    for kind, width in {"parameters": 4, "gradients": 4, "optimizer_states": 8}.items():
+        assert document["memory"][kind]["stage_0"] == width * numel
     row = json.loads((tmp_path / "r/metrics.jsonl").read_text().splitlines()[1])
     assert row["tokens"] == 2 * 32  # both ranks see the same
     one, loss = 2 * 32 * 128 * 4, 2 * 32 * 3 * 4

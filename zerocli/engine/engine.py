@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -504,7 +504,15 @@ class Engine:
     @property
     def numel(self) -> int:
         """Number of parameters of the whole model, without padding."""
-        entries = [entry for flat in self.flats() for entry in flat.layout.entries]
+        return self._count(self.flats())
+
+    @property
+    def trained_numel(self) -> int:
+        """Number of those that are trained."""
+        return self._count(self.trainable())
+
+    def _count(self, flats: Iterable[Flat]) -> int:
+        entries = (entry for flat in flats for entry in flat.layout.entries)
         return sum(math.prod(self.tensor_parallel.whole_shape(e.name, e.shape)) for e in entries)
 
     @functools.cached_property

@@ -93,15 +93,10 @@ def _origin(config: Config, engine: Engine) -> list[str]:
     return [f"model from {config.model.folder}: code of {code}, {start}"]
 
 
-def trained_numel(engine: Engine) -> int:
-    """Return how many of the parameters are trained, on all ranks."""
-    return sum(flat.layout.numel for flat in engine.trainable()) * engine.tensor_parallel.world
-
-
 def _trained(config: Config, engine: Engine) -> list[str]:
     """Return how many parameters are trained, if not all are: adapters, or what is not frozen."""
-    trained, lora = trained_numel(engine), config.lora
-    if trained == engine.numel or engine.tensor_parallel.world > 1:
+    trained, lora = engine.trained_numel, config.lora
+    if trained == engine.numel:
         return []
     share = (
         f"{format_count(trained)} of {format_count(engine.numel)} parameters are trained ({trained / engine.numel:.2%})"
@@ -188,8 +183,8 @@ def summary(
     commands = next_commands(config, options, bool(saved))
     width = engine.precision.compute.itemsize
     grads = engine.sizing.grad_width(width)
-    trained = trained_numel(engine)
-    whole = model_states(engine.numel, 0, 1, width, grads, engine.sizing.state_width(width), trained)
+    states = engine.sizing.state_width(width)
+    whole = model_states(engine.numel, 0, 1, width, grads, states, engine.trained_numel)
     for flat in (flat for flat in engine.flats() if flat.codec):
         whole["parameters"] += encoded_nbytes(flat.codec, flat.layout.total) - width * flat.layout.numel
     return {
