@@ -163,7 +163,7 @@ def _train(sets: tuple[str, ...], folder: str, name: str, observer: Any) -> dict
     configs.refuse_placement(config.offload.placement, config.zero.stage)
     run_dir = os.path.join(folder, name)
     os.makedirs(run_dir, exist_ok=True)
-    trainer.train_rank(config, RunOptions(run_dir), observer, Watchdog(None, 0))
+    trainer.train_rank(config, RunOptions(run_dir), observer, Watchdog(0))
     found: dict[str, Any] = observer.found
     return found
 
