@@ -166,6 +166,14 @@ def test_the_table_marks_the_fastest_and_explains_every_row(capsys):
         assert word in out
 
 
+def test_seconds_that_the_host_decides_are_said_to_vary(capsys):
+    words = ["fit", "gpt2-124m", "--ranks", "1", "--stage", "0", "--hardware", "h100"]
+    for batch, varies in (("1", True), ("64", False)):
+        assert cli.run([*words, "--batch", batch]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert ("bound by host" in out) == varies == ("varies by up to a third" in out)
+
+
 @pytest.mark.parametrize(
     "name",
     [

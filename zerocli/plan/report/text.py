@@ -23,6 +23,7 @@ from zerocli.plan.time.traffic import traffic
 COLUMNS = 80
 UNKNOWN = "capacity unknown"
 """Shown for a tier of another package."""
+HOST_BOUND = "launching takes longer than computing; it varies by up to a third, and a larger --batch hides it"
 GIB = 2**30
 LONGEST = 1e9
 """Numbers from this one on are shown with three digits and an exponent."""
@@ -269,6 +270,8 @@ def _fits(verdict: Verdict, best: Candidate, paint: Paint) -> list[str]:
         if timed.parts["collectives"]:
             rates += f"; {timed.hidden:.0%} of {format_seconds(timed.parts['collectives'])} of collectives are hidden"
         lines += wrap(f"{phases}; {rates}", "  ")
+        if timed.bound == "host":
+            lines += wrap(HOST_BOUND, "  ")
     if verdict.budget is not None and (taken := verdict.budget.of(best)):
         cost = f", cost {_whole(taken['cost'])} at {verdict.budget.price:g} per GPU-hour" if taken["cost"] else ""
         text = f"{format_count(verdict.budget.tokens)} tokens: {_whole(taken['days'])} days, "
