@@ -27,3 +27,15 @@ def test_contestants_train_alike(tmp_path, model):
     assert len(ours) == 3
     assert result["rows"][0]["loss_difference"] == max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert [target["target"].split()[0] for target in result["targets"]] == ["zero3"]
+
+
+@pytest.mark.long
+def test_random_runs_are_measured_beside_their_plans(tmp_path):
+    """The harness alone is asked: its bounds on a process's memory are those of a quiet machine."""
+    document = tmp_path / "bytes.json"
+    options = ["--random", "13", "--seed", "20261120", "--only", "12", "--json", str(document)]
+    accuracy = COMPARE.with_name("accuracy.py")
+    subprocess.run([sys.executable, str(accuracy), *options], capture_output=True, text=True, timeout=300)
+    (row,) = json.loads(document.read_text())["rows"]
+    assert "failed" not in row, row["failed"]
+    assert 0.99 < row["hbm"]["predicted"] / row["hbm"]["measured"] < 1.05

@@ -8,6 +8,7 @@ its last. Both are replayed; what is between is added as a multiple. That is exa
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from zerocli.layout.categories import CATEGORIES
@@ -36,18 +37,13 @@ def replayed(keys: Sequence[Hashable], lead: int, period: int = 1) -> Iterator[t
 def _runs(keys: Sequence[Hashable], period: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of consecutive stretches whose keys repeat with `period`; together they are all items."""
     start = 0
-    if period == 1:  # the same, a few times as fast
-        for _, equal in itertools.groupby(keys):
-            stop = start + sum(1 for _ in equal)
-            yield start, stop
-            start = stop
-        return
-    while start < len(keys):
-        stop = min(start + period, len(keys))
-        while stop < len(keys) and keys[stop] == keys[stop - period]:
-            stop += 1
-        yield start, stop
-        start = stop
+    changes = map(operator.ne, keys[period:], keys)
+    for at in itertools.compress(range(period, len(keys)), changes):
+        if at >= start + period:
+            yield start, at
+            start = at
+    if keys:
+        yield start, len(keys)
 
 
 class Repeats:
